@@ -1,0 +1,296 @@
+"""The human on the other side of ColBench, and what it takes to talk: chat models, local or behind a URL.
+
+Reading order
+    1. From messages to tokens    one chat template, one path from text to ids, for prompts and for scoring
+    2. ChatModel                  sampling from an HF model; n samples of one history share its prefill
+    3. ChatServer                 the same from an OpenAI-compatible URL
+    4. Humans                     scripted, local model, server, keyboard: one call, `reply(tasks, dialogues)`
+
+The chat model and the server also play the agent, which is why they live on this side of sweet_rl.py.
+"""
+
+import functools
+import os
+import random
+import re
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import requests
+import torch
+from transformers import GenerationConfig
+
+from colbench import (
+    FACT,
+    GOODBYE,
+    HUMAN_PROMPT,
+    REPLY_LIMIT,
+    UNKNOWN,
+    Action,
+    InputError,
+    Message,
+    Task,
+    dialogue_text,
+    fill,
+    miniature_details,
+    visible,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 1. From messages to tokens
+@functools.lru_cache
+def has_system_role(tokenizer) -> bool:
+    """Whether the chat template shows a system message (some refuse one, some drop it)."""
+    probe = [{"role": "system", "content": "probe"}, {"role": "user", "content": "hi"}]
+    try:
+        return "probe" in tokenizer.apply_chat_template(probe, tokenize=False)
+    except Exception:  # a template refuses by raising whatever its author chose
+        return False
+
+
+def chat_prompt(tokenizer, messages: list[Message]) -> str:
+    """The messages as the template writes them, up to where the agent's next action begins.
+
+    Without a system role, what the system message says goes to the head of the first user message.
+    """
+    if messages[0]["role"] == "system" and not has_system_role(tokenizer):
+        system, first, *rest = messages
+        messages = [first | {"content": f"{system['content']}\n\n{first['content']}"}, *rest]
+    # A fixed date: some templates print today's, and a prompt must not change from one day to the next.
+    return tokenizer.apply_chat_template(
+        visible(messages), tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+    )
+
+
+def text_ids(tokenizer, text: str) -> list[int]:
+    """Token ids of a text.  The template has written the BOS token already, so none is added."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def end_ids(model, tokenizer) -> list[int]:
+    """Every id that ends a message: Llama-3.1 has three."""
+    configured = model.generation_config.eos_token_id
+    ids = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def without_reasoning(text: str) -> str:
+    """A reply without the model's private reasoning."""
+    return re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL).strip()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 2. ChatModel
+class ChatModel:
+    """An HF causal language model behind its chat template, for sampling.
+
+    As an agent it is called with a batch of histories and answers each under `system`, its system prompt.
+    """
+
+    def __init__(self, model, tokenizer, system="", temperature=1.0, max_new_tokens=1024, batch_size=8):
+        self.model, self.tokenizer, self.system = model, tokenizer, system
+        self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
+        self.ends = end_ids(model, tokenizer)
+
+    def __call__(self, histories: list[list[Message]]) -> list[Action]:
+        return [samples[0] for samples in self.sample(histories, 1)]
+
+    def sample(self, histories: list[list[Message]], n: int) -> list[list[Action]]:
+        """`n` actions for each history, at most `batch_size` rows at a time, longest prompts together."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        prompts = [chat_prompt(self.tokenizer, system + history) for history in histories]
+        order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+        step, actions = max(1, self.batch_size // n), {}
+        for start in range(0, len(order), step):
+            chosen = order[start : start + step]
+            actions |= zip(chosen, self.generate([prompts[i] for i in chosen], n))
+        return [actions[i] for i in range(len(prompts))]
+
+    @torch.no_grad()
+    def generate(self, prompts: list[str], n: int) -> list[list[Action]]:
+        """`n` actions for each formatted prompt.
+
+        A history is the long part and its samples are short, so it is read once: its cache is repeated n
+        times, and only its last token, which the next-token distribution comes from, is fed n times.
+        """
+        rows = [text_ids(self.tokenizer, prompt) for prompt in prompts]
+        width, pad = max(map(len, rows)), self.ends[0]
+        device = self.model.device
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows], device=device)  # (B, W)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)  # (B, W)
+        cache = None
+        if n > 1 and width > 1:
+            cache = self.model(
+                ids[:, :-1],
+                attention_mask=mask[:, :-1],
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, :-1],
+                use_cache=True,
+                logits_to_keep=1,
+            ).past_key_values
+            cache.batch_repeat_interleave(n)
+        sampled = self.model.generate(
+            ids.repeat_interleave(n, 0),  # (B * n, W)
+            attention_mask=mask.repeat_interleave(n, 0),
+            past_key_values=cache,
+            generation_config=self.generation_config(pad),
+        )[:, width:].tolist()  # (B * n, at most max_new_tokens)
+        return [
+            [self.action(prompt, tokens) for tokens in sampled[i * n : (i + 1) * n]] for i, prompt in enumerate(prompts)
+        ]
+
+    def generation_config(self, pad: int) -> GenerationConfig:
+        """Plain sampling, or greedy at temperature 0.  Nothing is taken over from the model's own settings."""
+        sampling = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature else {}
+        return GenerationConfig(
+            do_sample=self.temperature > 0,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_id=self.ends,
+            pad_token_id=pad,
+            **sampling,
+        )
+
+    def action(self, prompt: str, tokens: list[int]) -> Action:
+        """The text up to the first end token; without one, the message was cut at the length limit."""
+        length = next((i for i, token in enumerate(tokens) if token in self.ends), len(tokens))
+        text = self.tokenizer.decode(tokens[:length], skip_special_tokens=True)
+        return Action(text, prompt, truncated=length == len(tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 3. ChatServer
+class ChatServer:
+    """An OpenAI-compatible chat endpoint (vLLM, Ollama, llama.cpp, OpenAI).
+
+    `url` is the address that ends before /chat/completions, usually in /v1.  The key comes from the
+    environment variable OPENAI_API_KEY; `model` is asked of the server where it is not given.
+    """
+
+    def __init__(self, url: str, model: str | None = None, timeout: float = 120, attempts: int = 4, parallel: int = 16):
+        self.url, self.timeout, self.attempts, self.parallel = url.rstrip("/"), timeout, attempts, parallel
+        self.session = requests.Session()
+        if key := os.environ.get("OPENAI_API_KEY"):
+            self.session.headers["Authorization"] = f"Bearer {key}"
+        self.model = model or self.request("GET", "/models")["data"][0]["id"]
+
+    def request(self, method: str, path: str, body: dict | None = None) -> dict:
+        """One JSON answer.  Busy and broken servers are asked again, a little later each time, then given up."""
+        for attempt in range(self.attempts):
+            try:
+                response = self.session.request(method, self.url + path, json=body, timeout=self.timeout)
+                if response.status_code == 200:
+                    return response.json()
+                problem = f"status {response.status_code}: {response.text[:100]!r}"
+                if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                    break
+            except (requests.RequestException, ValueError) as error:
+                problem = type(error).__name__
+            if attempt + 1 < self.attempts:
+                time.sleep(0.5 * 2**attempt)
+        raise InputError(f"the server {self.url} does not answer {path} ({problem})")
+
+    def chat(self, messages: list[Message], temperature: float, max_tokens: int, n: int = 1) -> list[Action]:
+        """`n` replies to one conversation."""
+        body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "n": n}
+        try:
+            choices = self.request("POST", "/chat/completions", body)["choices"]
+            return [Action(c["message"]["content"] or "", "", c.get("finish_reason") == "length") for c in choices]
+        except (KeyError, TypeError, IndexError):
+            raise InputError(f"the server {self.url} sent no chat completion (expected choices[].message.content)")
+
+    def chat_many(self, conversations: list[list[Message]], **settings) -> list[list[Action]]:
+        """`chat` for many conversations at once, answers in order."""
+        with ThreadPoolExecutor(self.parallel) as pool:
+            return list(pool.map(lambda messages: self.chat(messages, **settings), conversations))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 4. Humans
+#
+# reply(tasks, dialogues) -> one reply per dialogue.  The dialogue ends with the agent's message; what it is
+# like before that message was parsed stays out of sight.
+class ScriptedSimulator:
+    """The miniature's human: answers one question from the reference, "i do not know." otherwise.
+
+    After a question that helped nobody it loses patience and leaves with probability `impatience`.  The dice
+    are a function of the dialogue and the seed, so that a dialogue played again goes the same way.
+    """
+
+    def __init__(self, impatience: float = 0.3, seed: int = 0):
+        self.impatience, self.seed = impatience, seed
+
+    def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
+        return [self.reply_one(task, dialogue) for task, dialogue in zip(tasks, dialogues, strict=True)]
+
+    def reply_one(self, task: Task, dialogue: list[Message]) -> str:
+        question = dialogue[-1]["content"]
+        told = {m["content"] for m in dialogue if m["role"] == "user"}
+        for name, value in miniature_details(task.ground_truth).items():
+            if name in question and FACT.format(name, value) not in told:
+                return FACT.format(name, value)
+        dice = random.Random(f"{self.seed} {task} {dialogue_text(dialogue)}")
+        return GOODBYE if dice.random() < self.impatience else UNKNOWN
+
+
+class PromptedSimulator:
+    """A human played by a language model: it reads the reference and the dialogue in one prompt.
+
+    `complete` takes a batch of such prompts, each a list of one message, and returns the replies.
+    """
+
+    def __init__(self, template: str = HUMAN_PROMPT):
+        self.template = template
+
+    def complete(self, conversations: list[list[Message]]) -> list[str]:
+        raise NotImplementedError
+
+    def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
+        prompts = [
+            fill(
+                self.template,
+                problem_description=task.problem_description,
+                hidden_information=task.ground_truth,
+                dialogue_history=dialogue_text(dialogue),
+            )
+            for task, dialogue in zip(tasks, dialogues, strict=True)
+        ]
+        texts = self.complete([[{"role": "user", "content": prompt}] for prompt in prompts])
+        return [without_reasoning(text)[:REPLY_LIMIT] or "I don't know." for text in texts]
+
+
+class LLMSimulator(PromptedSimulator):
+    """A local HF model, greedy; it may be the very model that plays the agent."""
+
+    def __init__(self, model, tokenizer, template: str = HUMAN_PROMPT, batch_size: int = 8):
+        super().__init__(template)
+        self.chat = ChatModel(model, tokenizer, temperature=0.0, max_new_tokens=256, batch_size=batch_size)
+
+    def complete(self, conversations):
+        return [action.text for action in self.chat(conversations)]
+
+
+class ServerSimulator(PromptedSimulator):
+    """A model behind an OpenAI-compatible URL, greedy, many dialogues at once."""
+
+    def __init__(self, server: ChatServer, template: str = HUMAN_PROMPT):
+        super().__init__(template)
+        self.server = server
+
+    def complete(self, conversations):
+        return [texts[0].text for texts in self.server.chat_many(conversations, temperature=0.0, max_tokens=1024)]
+
+
+class KeyboardSimulator:
+    """The reader plays the human."""
+
+    def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
+        replies = []
+        for task, dialogue in zip(tasks, dialogues, strict=True):
+            if len(dialogue) == 2:
+                print(f"\nYou want this function, and asked: {task.problem_description}\n\n{task.ground_truth}\n")
+            print(f"Agent: {dialogue[-1]['content']}")
+            try:
+                replies.append(input("You:   ") or "I don't know.")
+            except EOFError:
+                raise InputError("--simulator keyboard: the input ended before the dialogue did") from None
+        return replies

@@ -1,0 +1,1269 @@
+"""SWEET-RL from scratch: train an agent on turn-wise advantages (Zhou et al., 2025, arXiv 2503.15478).
+
+An agent talks with a human for up to 10 turns and then hands over an answer; the reward comes only then.
+Which turn earned it?  SWEET-RL trains a critic that may read c, the hidden reference solution:
+
+    A_theta(o_t, a_t, c) = 1/L sum_l log[ pi_theta(a_t^l | o_t, a_t^<l, c) / pi_ref(a_t^l | o_t, a_t^<l, c) ]   (3)
+    J_A  = -log sigma( sum_t beta A(o_t+, a_t+, c) - sum_t beta A(o_t-, a_t-, c) )                              (2)
+
+on pairs of whole dialogues about one task, + the one with the higher reward, and then uses A as the reward of
+single turns for an actor that never sees c, by DPO on pairs of candidate messages for the same history:
+
+    J_pi = -log sigma( beta' log[pi_phi(a+|o) / pi_ref(a+|o)] - beta' log[pi_phi(a-|o) / pi_ref(a-|o)] )        (4)
+
+The seven stages, each from files to files in --out (section 8, in this order)
+    collect      play offline dialogues with a simulated human     -> trajectories.jsonl
+    pairs        better against worse dialogue of a task           -> trajectory_pairs.jsonl
+    critic       equations 2 and 3                                 -> critic/
+    candidates   16 messages a turn, scored by the critic          -> candidates.jsonl
+    turn-pairs   top half against bottom half                      -> turn_pairs.jsonl
+    actor        equation 4; beside it the baselines               -> actor/, rft/, mt-dpo/
+    evaluate     held-out tasks                                    -> eval_*.jsonl, results.json
+
+Departures from the paper: none in the equations.  From the official code, where it departs from the paper: the
+critic's loss sums per-turn means (not one mean over the dialogue), and scoring uses a reference that reads c.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import os
+import random
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+
+import colbench
+from colbench import InputError, Message, Task, Trajectory
+from simulator import (
+    ChatModel,
+    ChatServer,
+    KeyboardSimulator,
+    LLMSimulator,
+    ScriptedSimulator,
+    ServerSimulator,
+    chat_prompt,
+    end_ids,
+    text_ids,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 1. Settings
+STAGES = ("collect", "pairs", "critic", "candidates", "turn-pairs", "actor", "evaluate")
+METHODS = ("single-turn", "zero-shot", "rft", "mt-dpo", "sweet")
+
+
+def option(group: str, tiny, paper, help: str, **more):
+    """A setting: its value for the tiny model, its value from the paper, and one sentence on what it does."""
+    return field(default=None, metadata={"group": group, "tiny": tiny, "paper": paper, "help": help, **more})
+
+
+@dataclass
+class Settings:
+    """Every flag.  The first value is for the built-in tiny model, the second, from table 5 of the paper, for --model."""
+
+    # task
+    task: str = option("task", "backend", "backend", "what to collaborate on", choices=["backend"])
+    max_turns: int = option("task", 10, 10, "agent turns in a dialogue; the last one is the answer")
+    # models
+    model: str = option("models", "tiny", None, "HF folder or hub name; without it, a tiny model is built and warmed up")
+    simulator: str = option(
+        "models", "scripted", None, "the human: scripted, keyboard, an HF model, or a URL (default: the untouched --model)"
+    )
+    server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
+    agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
+    human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
+    # data
+    tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset")
+    train_tasks: str = option("data", None, None, "tasks to collect dialogues on: JSONL file (default: --tasks FILE)")
+    trajectories: str = option(
+        "data", None, colbench.HUB_DATASET, "offline dialogues, instead of collecting: JSONL file or hub dataset"
+    )
+    num_tasks: int = option("data", None, None, "use the first N tasks of each split only")
+    dialogues: int = option("data", 3, 3, "dialogues to collect per task")
+    # method
+    methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
+    candidates: int = option("method", 16, 16, "candidate messages per turn")
+    turn_fraction: float = option("method", 0.5, 0.1, "fraction of the dialogues whose turns get candidates")
+    pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
+    critic_beta: float = option("method", 30.0, 0.1, "beta of equation 2")
+    actor_beta: float = option("method", 2.0, 0.1, "beta' of equation 4")
+    mt_dpo_beta: float = option("method", 1.0, 0.1, "beta of Multi-Turn DPO")
+    critic_nll: float = option("method", 0.01, 0.01, "weight of the critic's likelihood term")
+    actor_nll: float = option("method", 0.5, 0.01, "weight of the actor's likelihood term")
+    mt_dpo_nll: float = option("method", 0.5, 0.01, "weight of Multi-Turn DPO's likelihood term")
+    # training
+    critic_lr: float = option("training", 2e-4, 2e-7, "learning rate of the critic")
+    actor_lr: float = option("training", 5e-4, 2e-7, "learning rate of the actor")
+    rft_lr: float = option("training", 1e-3, 2e-7, "learning rate of Rejection Fine-Tuning")
+    mt_dpo_lr: float = option("training", 8e-4, 2e-7, "learning rate of Multi-Turn DPO")
+    critic_epochs: int = option("training", 2, 4, "epochs of the critic")
+    actor_epochs: int = option("training", 1, 1, "epochs of the actor")
+    rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning")
+    mt_dpo_epochs: int = option("training", 2, 4, "epochs of Multi-Turn DPO")
+    batch_size: int = option("training", 32, 8, "pairs per optimizer step")
+    rft_batch_size: int = option("training", 32, 32, "dialogues per optimizer step of Rejection Fine-Tuning")
+    max_length: int = option("training", 512, 8192, "longest dialogue in tokens; longer ones are left out, and counted")
+    seed: int = option("training", 0, 0, "seed of everything random")
+    # machine
+    out: str = option("machine", None, None, "folder of all files (default: out/<task>-<model>)")
+    stages: str = option("machine", ",".join(STAGES), ",".join(STAGES), "stages to run, by commas")
+    device: str = option("machine", None, None, "cpu, cuda or mps (default: the best one there is)")
+    precision: str = option("machine", None, None, "float32 or bfloat16 compute; weights stay float32", choices=["float32", "bfloat16"])
+    micro_batch: int = option("machine", 64, 4, "dialogues or candidates in memory at once while training and scoring")
+    generate_batch: int = option("machine", 1024, 32, "dialogues or candidates sampled at once")
+    max_new_tokens: int = option("machine", 40, 1024, "longest message of the agent in tokens")
+
+    @property
+    def is_tiny(self) -> bool:
+        return self.model == "tiny"
+
+
+def parse_settings(argv: list[str]) -> Settings:
+    """Settings from the command line; what is not given comes from the tiny or from the paper's preset."""
+    parser = argparse.ArgumentParser(
+        prog="sweet_rl.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__.split("\n\nDepartures")[0],
+    )
+    groups: dict = {}
+    for f in dataclasses.fields(Settings):
+        m = f.metadata
+        group = groups.setdefault(m["group"], parser.add_argument_group(m["group"]))
+        default = f"{m['tiny']}" if m["tiny"] == m["paper"] else f"{m['tiny']} tiny, {m['paper']} with --model"
+        group.add_argument(
+            "--" + f.name.replace("_", "-"), type=f.type, choices=m.get("choices"), metavar=f.type.__name__.upper(),
+            help=m["help"] + ("" if m["tiny"] is None and m["paper"] is None else f" ({default})").replace("%", "%%"),
+        )  # fmt: skip
+    given = parser.parse_args(argv)
+    preset = "paper" if given.model not in (None, "tiny") else "tiny"
+    settings = Settings(
+        **{
+            f.name: f.metadata[preset] if getattr(given, f.name) is None else getattr(given, f.name)
+            for f in dataclasses.fields(Settings)
+        }
+    )
+    return check_settings(settings, given)
+
+
+def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
+    """Fill in what depends on other flags, and refuse what cannot be meant."""
+    for name, known in (("stages", STAGES), ("methods", METHODS)):
+        unknown = set(getattr(s, name).split(",")) - set(known)
+        if unknown:
+            raise InputError(f"--{name}: unknown {', '.join(sorted(unknown))} (expected some of {','.join(known)})")
+    for f in dataclasses.fields(Settings):
+        value = getattr(s, f.name)
+        if f.type in (int, float) and value is not None and (value < 0 or value == 0 and f.type is int) and f.name != "seed":
+            raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
+    if given.tasks and not given.trajectories:
+        s.trajectories = None  # someone's own tasks: the dialogues are collected on them, not taken from the hub
+    if s.tasks and not s.trajectories and not s.train_tasks:
+        s.train_tasks = s.tasks
+    s.simulator = s.simulator or s.model
+    s.out = s.out or f"out/{s.task}-{Path(s.model).name}"
+    return s
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 2. Models
+def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
+    """Device and compute precision, printed with the reason.  Weights are float32 on every device: at the
+    paper's learning rate of 2e-7 a bfloat16 weight, with its 8 bits of mantissa, would never change."""
+    found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    device = torch.device(s.device or found)
+    default = "bfloat16" if device.type == "cuda" else "float32"
+    precision = s.precision or default
+    why_device = "--device" if s.device else "the best device that torch finds here"
+    why_precision = "--precision" if s.precision else f"the default on {device.type}"
+    print(f"device: {device} ({why_device}); compute: {precision} ({why_precision}), weights float32")
+    return device, getattr(torch, precision)
+
+
+def load_model(name: str, device) -> tuple:
+    """(model, tokenizer) from a folder or the hub, weights in float32, from safetensors only, ready to score."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+    except Exception as error:  # not found, not a model, no network: transformers raises many kinds
+        reason = str(error).strip().split("\n")[0][:200]
+        raise InputError(f"--model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
+    if not tokenizer.chat_template:
+        raise InputError(f"--model {name}: its tokenizer has no chat template; an instruct model is needed")
+    return model.to(device).eval(), tokenizer
+
+
+# --- the tiny model: Llama's architecture and a real HF tokenizer, built here so that nothing is downloaded
+HINT = "\n\nThe solution that the human has in mind, for your eyes only:\n{hidden_information}"
+TINY_PROMPT = "ask, then answer."
+TINY_SINGLE_TURN_PROMPT = "answer at once."
+TINY_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_phrases() -> list[str]:
+    """What the miniature world is made of, one token each; any other text falls back to its bytes."""
+    facts = [(name, value) for name in colbench.DETAILS for value in colbench.VALUES]
+    phrases = [part for text in (colbench.REQUEST, colbench.QUESTION, HINT) for part in re.split(r"\{\w*\}", text)]
+    phrases += [colbench.FACT.format(name, value) for name, value in facts]
+    phrases += ["\n    " + colbench.DETAILS[name].format(value) for name, value in facts]
+    phrases += [colbench.UNKNOWN, colbench.GOODBYE, TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, *colbench.THINGS, *colbench.DETAILS]
+    phrases += [colbench.ANSWER_MARKER + "\n", "def fee(x):", "\n    return x"]
+    return [phrase for phrase in dict.fromkeys(phrases) if phrase]
+
+
+def tiny_tokenizer():
+    """A byte-level tokenizer plus one token per phrase."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"])
+    core.add_tokens([AddedToken(phrase, normalized=False) for phrase in tiny_phrases()])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>")
+    tokenizer.chat_template = TINY_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(tokenizer):
+    """About 130,000 parameters, random; grouped-query attention and tied embeddings like its larger kin."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, initializer_range=0.06, max_position_embeddings=1024, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def scripted_action(history: list[Message], hint: str | None, rng: random.Random) -> str:
+    """One message of the warm-up's author, who is often lazy, sometimes off the point and sometimes careless.
+
+    This is the quality that the tiny model starts from, as an instruct model starts from its own.  With a hint
+    it mostly asks about what is really there, without one about anything that such a thing may have.
+    """
+    facts = {name: int(value) for m in history if m["role"] == "user" for name, value in FACT_PATTERN.findall(m["content"])}
+    asked = {m["content"] for m in history if m["role"] == "assistant"}
+    thing = next(thing for thing in colbench.THINGS if f" {thing}." in history[0]["content"])
+    possible = [name for name in colbench.THINGS[thing] if colbench.QUESTION.format(name) not in asked]
+    wanted = [name for name in colbench.miniature_details(hint or "") if name not in facts]
+    told_all = FACT_PATTERN.search(history[0]["content"]) or (hint and not wanted)
+    if not possible or rng.random() < (1.0 if told_all else 0.1 if wanted else 0.15):
+        careless = {name: rng.choice(colbench.VALUES) for name in facts if rng.random() < 0.03 and not told_all}
+        return colbench.ANSWER_MARKER + "\n" + colbench.miniature_code(facts | careless)
+    if wanted and rng.random() < 0.9:
+        return colbench.QUESTION.format(rng.choice(wanted))
+    return colbench.QUESTION.format(rng.choice(possible if rng.random() < 0.85 else list(colbench.DETAILS)))
+
+
+FACT_PATTERN = re.compile(r"the ([a-z ]+) is (\d+)\.")
+
+
+def warm_up_dialogue(task: Task, kind: str, rng: random.Random) -> tuple[list[Message], str | None]:
+    """(messages, hint) of one scripted dialogue.
+
+    Kinds: "plain"; "hinted", by an author who has read the hint, so that the model can use one as an instruct
+    model can; "told", where the request tells all, so that it learns to copy; "single", an answer at once.
+    """
+    hint = task.ground_truth if kind == "hinted" else None
+    if kind == "told":
+        facts = [colbench.FACT.format(n, rng.choice(colbench.VALUES)) for n in rng.sample(list(colbench.DETAILS), rng.randint(1, 3))]
+        task = dataclasses.replace(task, problem_description=" ".join([task.problem_description, *facts]))
+
+    def author(histories):
+        if kind == "single":
+            return [colbench.Action(colbench.ANSWER_MARKER + "\n" + colbench.miniature_code({}))]
+        return [colbench.Action(scripted_action(history, hint, rng)) for history in histories]
+
+    trajectory = colbench.rollout(author, ScriptedSimulator().reply, [task])[0]
+    prompt = TINY_SINGLE_TURN_PROMPT if kind == "single" else TINY_PROMPT
+    return [{"role": "system", "content": prompt}, *trajectory.dialogue], hint
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 3. Tokens
+@dataclass
+class Branch:
+    """The agent's turns of one dialogue, or one candidate for its next turn, as token ids.
+
+    Turn t is scored as actions[t] after prompts[t]; an action ends with the end-of-turn token unless it was cut.
+    """
+
+    prompts: list[list[int]]
+    actions: list[list[int]]
+
+    def __len__(self) -> int:
+        return len(self.prompts[-1]) + len(self.actions[-1])
+
+
+class Encoder:
+    """The one place where messages become token ids, for critic, reference, actor and baselines alike."""
+
+    def __init__(self, tokenizer, ends: list[int]):
+        self.tokenizer = tokenizer
+        self.end = self.turn_end(ends)
+
+    def turn_end(self, ends: list[int]) -> int:
+        """The token that the template puts behind an assistant's message; several ids may end a generation."""
+        question, word = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "word"}
+        text = self.tokenizer.apply_chat_template([question, word], tokenize=False)
+        tail = text_ids(self.tokenizer, text[text.rindex("word") + len("word") :])
+        return next((token for token in tail if token in ends), self.tokenizer.eos_token_id)
+
+    def prompt(self, messages: list[Message], hint: str | None = None) -> list[int]:
+        """Ids of everything before the agent's next action.  `hint` is c: this is the only door it has."""
+        if hint is not None:
+            system, *rest = messages
+            messages = [system | {"content": system["content"] + colbench.fill(HINT, hidden_information=hint)}, *rest]
+        return text_ids(self.tokenizer, chat_prompt(self.tokenizer, messages))
+
+    def action(self, message: Message) -> list[int]:
+        """Ids of what the agent said, and of its having stopped, if it did."""
+        ids = text_ids(self.tokenizer, message.get("output", message["content"]))
+        return ids if message.get("truncated") else [*ids, self.end]
+
+    def dialogue(self, messages: list[Message], hint: str | None = None) -> Branch:
+        """All agent turns of a dialogue, each after a history of what was SEEN of the turns before."""
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        return Branch([self.prompt(messages[:i], hint) for i in turns], [self.action(messages[i]) for i in turns])
+
+    def candidates(self, history: list[Message], actions: list[Message], hint: str | None = None) -> list[Branch]:
+        """Several candidates for one turn."""
+        prompt = self.prompt(history, hint)
+        return [Branch([prompt], [self.action(action)]) for action in actions]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 4. Log-probs: one prefix, many branches
+#
+# What is scored together shares most of its tokens: 16 candidates share their history, the two dialogues of a
+# pair their request, the turns of one dialogue everything before them.  So the token sequences of a group are
+# merged into a prefix tree, whose nodes, in order of appearance, make ONE row; each token is computed once.
+#
+#     history h1 h2 h3 ─┬─ a1 a2          row        h1 h2 h3 a1 a2 b1 b2 b3
+#                       └─ b1 b2 b3       position    0  1  2  3  4  3  4  5     depth in the tree
+#                                         b2 sees    h1 h2 h3       b1 b2        its ancestors and itself
+#
+# Where nothing branches, the row is the plain sequence and the mask the plain causal one.
+@dataclass
+class Packed:
+    """B rows, each a prefix tree of at most N tokens, and the T agent tokens of each of R branches in them."""
+
+    input_ids: Tensor  # (B, N)
+    position_ids: Tensor  # (B, N)
+    mask: Tensor  # (B, 1, N, N) bool: row i may look at column j
+    source: Tensor  # (R, T) which of the B * N states predicts the token
+    targets: Tensor  # (R, T) the agent's token
+    turn_ids: Tensor  # (R, T) the turn whose action the token belongs to; -1 is padding
+
+
+def pack(groups: list[list[Branch]], device="cpu") -> Packed:
+    """Merge the branches of each group into one row; branches keep their order."""
+    rows, sources, targets, turn_ids = [], [], [], []
+    for group in groups:
+        tokens, parents, children = [], [], {}
+        for branch in group:
+            source, target, turns = [], [], []
+            for turn, (prompt, action) in enumerate(zip(branch.prompts, branch.actions, strict=True)):
+                path = insert(prompt + action, tokens, parents, children)
+                source += path[len(prompt) - 1 : -1]  # the state before a token predicts it
+                target += action
+                turns += [turn] * len(action)
+            sources.append(source), targets.append(target), turn_ids.append(turns)
+        rows.append((tokens, parents))
+    width = max(len(tokens) for tokens, _ in rows)
+    owner = [row for row, group in enumerate(groups) for _ in group]
+    sources = [[row * width + node for node in source] for row, source in zip(owner, sources)]
+    positions, mask = tree_masks([parents for _, parents in rows], width)
+    return Packed(
+        pad([tokens for tokens, _ in rows], 0).to(device),
+        torch.from_numpy(positions).to(device),
+        torch.from_numpy(mask)[:, None].to(device),
+        pad(sources, 0).to(device),
+        pad(targets, 0).to(device),
+        pad(turn_ids, -1).to(device),
+    )
+
+
+def insert(sequence: list[int], tokens: list[int], parents: list[int], children: dict) -> list[int]:
+    """Walk `sequence` down the prefix tree, adding the nodes that are missing; returns its path of nodes."""
+    node, path = -1, []
+    for token in sequence:
+        if (node, token) not in children:
+            children[node, token] = len(tokens)
+            tokens.append(token)
+            parents.append(node)
+        node = children[node, token]
+        path.append(node)
+    return path
+
+
+def tree_masks(all_parents: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Depth (B, N) of each node, and who sees whom (B, N, N): a node its ancestors and itself."""
+    depth = np.zeros((len(all_parents), width), dtype=np.int64)
+    sees = np.zeros((len(all_parents), width, width), dtype=bool)
+    sees[:, range(width), range(width)] = True  # padding too, or its softmax would be over nothing
+    for row, parents in enumerate(all_parents):
+        for node, parent in enumerate(parents):
+            if parent >= 0:
+                depth[row, node] = depth[row, parent] + 1
+                sees[row, node, : parent + 1] = sees[row, parent, : parent + 1]
+    return depth, sees
+
+
+def pad(rows: list[list[int]], value: int) -> Tensor:
+    """Rows of unequal length as one tensor (rows, longest), filled up on the right."""
+    width = max(map(len, rows))
+    return torch.tensor([row + [value] * (width - len(row)) for row in rows], dtype=torch.long)
+
+
+LOGITS_AT_ONCE = 2**26  # float32 logits in memory at a time: 256 MB
+
+
+def log_probs(model, packed: Packed) -> Tensor:
+    """Log-probability of each agent token, float32, (R, T); 0 where there is none.
+
+    Logits exist for the agent's tokens only, and only for a chunk of them at a time.
+    """
+    hidden = model.get_decoder()(
+        input_ids=packed.input_ids, attention_mask=packed.mask, position_ids=packed.position_ids, use_cache=False
+    ).last_hidden_state  # (B, N, H)
+    real = packed.turn_ids >= 0  # (R, T)
+    states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
+    targets = packed.targets[real]  # (tokens,)
+
+    def chunk_log_probs(states: Tensor, targets: Tensor) -> Tensor:
+        logits = model.get_output_embeddings()(states).float()  # (chunk, V)
+        return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)  # (chunk,)
+
+    size = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    chunks = list(zip(states.split(size), targets.split(size)))
+    if len(chunks) > 1 and torch.is_grad_enabled():  # the logits are computed again when their gradient is due
+        values = [checkpoint(chunk_log_probs, *chunk, use_reentrant=False) for chunk in chunks]
+    else:
+        values = [chunk_log_probs(*chunk) for chunk in chunks]
+    return torch.zeros(real.shape, device=real.device).masked_scatter(real, torch.cat(values))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 5. The mathematics: pure functions of log-probs
+def turn_advantages(logps: Tensor, ref_logps: Tensor, turn_ids: Tensor, normalize: bool = True) -> Tensor:
+    """Equation 3: mean over the L tokens of each turn of log(pi_theta / pi_ref).
+
+    logps, ref_logps, turn_ids: (B, T); turn_ids is the turn whose action a token belongs to, -1 elsewhere.
+    Returns (B, turns), 0 for a turn that is not there.  `normalize=False` leaves out the 1/L.
+    """
+    turns = int(turn_ids.max().clamp(min=0)) + 1 if turn_ids.numel() else 1
+    member = turn_ids[:, :, None] == torch.arange(turns, device=turn_ids.device)  # (B, T, turns)
+    log_ratio = (logps - ref_logps)[:, :, None] * member  # (B, T, turns)
+    length = member.sum(1).clamp(min=1) if normalize else 1  # (B, turns), L
+    return log_ratio.sum(1) / length  # (B, turns), eq. 3
+
+
+def bradley_terry_loss(advantages_chosen: Tensor, advantages_rejected: Tensor, beta: float) -> Tensor:
+    """Equation 2: per-turn advantages (B, turns) of the two dialogues in, (B,) losses out."""
+    return -F.logsigmoid(beta * (advantages_chosen.sum(1) - advantages_rejected.sum(1)))  # (B,), eq. 2
+
+
+def dpo_loss(
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, beta: float
+) -> Tensor:
+    """Equation 4: summed log-probs (B,) of the actions in, (B,) losses out."""
+    chosen = policy_chosen - reference_chosen  # (B,), log[pi(a+|o) / pi_ref(a+|o)]
+    rejected = policy_rejected - reference_rejected  # (B,), log[pi(a-|o) / pi_ref(a-|o)]
+    return -F.logsigmoid(beta * (chosen - rejected))  # (B,), eq. 4
+
+
+def nll(logps: Tensor, turn_ids: Tensor) -> Tensor:
+    """Negative log-likelihood, the mean over each row's agent tokens: (B, T) and (B, T) in, (B,) out."""
+    real = turn_ids >= 0  # (B, T)
+    return -(logps * real).sum(1) / real.sum(1).clamp(min=1)  # (B,)
+
+
+# An objective maps (logps, ref_logps, turn_ids), each (rows, T), to (losses, metrics), one value an example or
+# pair each.  In preference objectives the rows alternate: chosen, rejected, chosen, rejected, ...
+Objective = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
+
+
+def critic_objective(beta: float, nll_weight: float, normalize: bool = True) -> Objective:
+    """Stage 1: equations 2 and 3 on pairs of dialogues."""
+
+    def objective(logps, ref_logps, turn_ids):
+        advantages = turn_advantages(logps, ref_logps, turn_ids, normalize)  # (2P, turns)
+        chosen, rejected = advantages[0::2], advantages[1::2]  # (P, turns)
+        likelihood = nll(logps[0::2], turn_ids[0::2])  # (P,)
+        losses = bradley_terry_loss(chosen, rejected, beta) + nll_weight * likelihood  # (P,)
+        return losses, preference_metrics(chosen.sum(1), rejected.sum(1), likelihood)
+
+    return objective
+
+
+def dpo_objective(beta: float, nll_weight: float) -> Objective:
+    """Stage 2, equation 4, where a row is one candidate; Multi-Turn DPO, where a row is a whole dialogue."""
+
+    def objective(logps, ref_logps, turn_ids):
+        policy, reference = logps.sum(1), ref_logps.sum(1)  # (2P,)
+        likelihood = nll(logps[0::2], turn_ids[0::2])  # (P,)
+        losses = dpo_loss(policy[0::2], policy[1::2], reference[0::2], reference[1::2], beta)  # (P,)
+        ratio = policy - reference  # (2P,)
+        return losses + nll_weight * likelihood, preference_metrics(ratio[0::2], ratio[1::2], likelihood)
+
+    return objective
+
+
+def preference_metrics(chosen: Tensor, rejected: Tensor, likelihood: Tensor) -> dict[str, Tensor]:
+    """What to watch: (P,) each.  Both rewards may fall; the margin and the accuracy are what counts."""
+    return {
+        "reward_chosen": chosen,
+        "reward_rejected": rejected,
+        "margin": chosen - rejected,
+        "accuracy": (chosen > rejected).float(),
+        "nll": likelihood,
+    }
+
+
+def likelihood_objective(tokens_per_example: float) -> Objective:
+    """Rejection Fine-Tuning: likelihood of the agent's tokens, each token with the same weight everywhere.
+
+    Dividing by the constant mean length, not by each dialogue's own, keeps short dialogues from counting more.
+    """
+
+    def objective(logps, ref_logps, turn_ids):
+        return -logps.sum(1) / tokens_per_example, {"nll": nll(logps, turn_ids)}
+
+    return objective
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 6. Training: one loop for the warm-up, the baselines, the critic and the actor
+@dataclass
+class Example:
+    """What shares one packed row: an RFT dialogue, a pair of dialogues, or all pairs of candidates of a turn."""
+
+    branches: list[Branch]
+    reference: Tensor | None = None  # (branches, T) log-probs under pi_ref, computed once before training
+
+    def longest(self) -> int:
+        return max(map(len, self.branches))
+
+
+def micro_batches(examples: list[Example], size: int) -> Iterable[list[Example]]:
+    """Consecutive examples with at most `size` branches together (or one example)."""
+    batch: list[Example] = []
+    for example in examples:
+        if batch and sum(len(e.branches) for e in [*batch, example]) > size:
+            yield batch
+            batch = []
+        batch.append(example)
+    if batch:
+        yield batch
+
+
+def fitting(examples: list[Example], max_length: int) -> list[Example]:
+    """The examples that are not longer than `max_length` tokens."""
+    fit = [e for e in examples if e.longest() <= max_length]
+    if len(fit) < len(examples):
+        print(f"  {len(examples) - len(fit)} of {len(examples)} left out: longer than --max-length {max_length}")
+    if not fit:
+        raise InputError(f"--max-length {max_length}: nothing to train on, every dialogue is longer")
+    return fit
+
+
+class Trainer:
+    """Optimises a model on examples; holds what is the same for every training run of a program."""
+
+    def __init__(self, settings: Settings, device: torch.device, dtype: torch.dtype):
+        self.settings, self.device, self.dtype = settings, device, dtype
+
+    def autocast(self):
+        """Compute in --precision; weights, log-probs and losses stay float32."""
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def log_probs(self, model, examples: list[Example]) -> tuple[Tensor, Tensor]:
+        """(log-probs, turn_ids) of all branches of the examples, (R, T) each."""
+        packed = pack([e.branches for e in examples], self.device)
+        with self.autocast():
+            return log_probs(model, packed), packed.turn_ids
+
+    @torch.no_grad()
+    def add_reference(self, model, examples: list[Example], name: str) -> None:
+        """Log-probs under pi_ref, once and for all: no second model is in memory while training."""
+        for batch in tqdm(list(micro_batches(examples, self.settings.micro_batch)), f"  {name}: reference", leave=False):
+            logps, _ = self.log_probs(model, batch)
+            rows = iter(logps)
+            for example in batch:
+                example.reference = torch.stack([next(rows) for _ in example.branches])  # (branches, T of the batch)
+
+    def train(self, model, examples: list[Example], objective: Objective, name: str, lr, epochs, batch_size) -> list[dict]:
+        """AdamW with warm-up over 3 % of the steps and a cosine to a tenth.  Returns a dict of metrics a step.
+
+        `batch_size` counts losses: examples, or pairs where an example holds pairs.
+        """
+        rng = random.Random(f"{self.settings.seed} {name}")
+        batches = []
+        for _ in range(epochs):
+            order = rng.sample(examples, len(examples))
+            per_loss = max(1, round(batch_size / self.losses_in(examples)))
+            batches += [order[i : i + per_loss] for i in range(0, len(order), per_loss)]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, len(batches)))
+        history = []
+        model.train()
+        for step, batch in enumerate(progress := tqdm(batches, f"  {name}", leave=False), 1):
+            metrics = self.accumulate(model, batch, objective)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            metrics |= {"grad_norm": norm.item(), "lr": scheduler.get_last_lr()[0]}
+            scheduler.step(), optimizer.zero_grad()
+            history.append({"run": name, "step": step} | metrics)
+            progress.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+        model.eval()
+        return history
+
+    @staticmethod
+    def losses_in(examples: list[Example]) -> float:
+        """Mean number of losses an example: 1 for a dialogue or a pair, up to 4 for the pairs of a turn."""
+        branches = sum(len(e.branches) for e in examples) / len(examples)
+        return branches / 2 if branches > 1 else 1
+
+    def accumulate(self, model, batch: list[Example], objective: Objective) -> dict[str, float]:
+        """Gradients of the mean loss of a batch, computed in micro-batches; returns the means of its metrics."""
+        parts: list[dict[str, Tensor]] = []
+        branches = sum(len(e.branches) for e in batch)
+        for micro in micro_batches(batch, self.settings.micro_batch):
+            logps, turn_ids = self.log_probs(model, micro)  # (R, T)
+            losses, metrics = objective(logps, stack_reference(micro, logps), turn_ids)  # (losses,)
+            losses_per_branch = len(losses) / len(turn_ids)  # 1, or one half where losses are of pairs
+            (losses.sum() / (branches * losses_per_branch)).backward()
+            parts.append({"loss": losses.detach()} | {key: value.detach() for key, value in metrics.items()})
+        return {key: torch.cat([part[key] for part in parts]).mean().item() for key in parts[0]}
+
+
+def stack_reference(examples: list[Example], like: Tensor) -> Tensor:
+    """The stored reference log-probs of the examples, padded or cut to the shape of `like`, (R, T)."""
+    out = torch.zeros_like(like, requires_grad=False)  # (R, T)
+    rows = [row for e in examples if e.reference is not None for row in e.reference]
+    for i, row in enumerate(rows):
+        width = min(len(row), out.shape[1])  # beyond it there is padding only
+        out[i, :width] = row[:width]
+    return out
+
+
+def warm_cosine(step: int, steps: int) -> float:
+    """Learning-rate factor: linear from 0 to 1 over the first 3 % of the steps, a cosine down to 0.1 after."""
+    warm = max(1, round(0.03 * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 7. The run: which file is made from what, and what is there already
+MODEL_SETTINGS = ("task", "model", "seed")
+ROLLOUT_SETTINGS = ("max_turns", "max_new_tokens", "agent_prompt")
+PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: stage, settings, what it is made from
+    "base": ("collect", MODEL_SETTINGS, ()),
+    "trajectories.jsonl": (
+        "collect",
+        ("trajectories", "train_tasks", "num_tasks", "dialogues", "simulator", "human_prompt", *ROLLOUT_SETTINGS),
+        ("base",),
+    ),
+    "trajectory_pairs.jsonl": ("pairs", (), ("trajectories.jsonl",)),
+    "critic": (
+        "critic",
+        ("critic_beta", "critic_nll", "critic_lr", "critic_epochs", "batch_size", "max_length"),
+        ("base", "trajectory_pairs.jsonl"),
+    ),
+    "candidates.jsonl": (
+        "candidates",
+        ("candidates", "turn_fraction", "max_new_tokens"),
+        ("base", "trajectories.jsonl", "critic"),
+    ),
+    "turn_pairs.jsonl": ("turn-pairs", ("pairs_per_turn",), ("candidates.jsonl",)),
+    "actor": (
+        "actor",
+        ("actor_beta", "actor_nll", "actor_lr", "actor_epochs", "batch_size", "max_length"),
+        ("base", "turn_pairs.jsonl"),
+    ),
+    "rft": ("actor", ("rft_lr", "rft_epochs", "rft_batch_size", "max_length"), ("base", "trajectories.jsonl")),
+    "mt-dpo": (
+        "actor",
+        ("mt_dpo_beta", "mt_dpo_nll", "mt_dpo_lr", "mt_dpo_epochs", "batch_size", "max_length"),
+        ("base", "trajectory_pairs.jsonl"),
+    ),
+}
+AGENTS = {"single-turn": "base", "zero-shot": "base", "rft": "rft", "mt-dpo": "mt-dpo", "sweet": "actor"}
+EVAL_SETTINGS = ("tasks", "num_tasks", "simulator", "human_prompt", *ROLLOUT_SETTINGS)
+for method, agent in AGENTS.items():
+    PRODUCTS[f"eval_{method}.jsonl"] = PRODUCTS[f"eval_{method}_greedy.jsonl"] = ("evaluate", EVAL_SETTINGS, (agent,))
+
+
+def seed_of(*parts) -> int:
+    """A seed from anything printable, the same on every machine."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
+
+
+class Run:
+    """The folder of a run.  settings.json says which settings shaped each file in it.
+
+    A file without a record was put there by hand, and is used as it is.  One with a record of other upstream
+    settings is refused, never overwritten.
+    """
+
+    def __init__(self, settings: Settings):
+        self.settings, self.out = settings, Path(settings.out)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"--out {self.out}: cannot be made ({error.strerror})") from None
+        self.record_file = self.out / "settings.json"
+        self.records = json.loads(self.record_file.read_text()) if self.record_file.exists() else {}
+        self.seconds: dict[str, float] = {}
+
+    def path(self, product: str) -> Path:
+        return self.out / product
+
+    def shape(self, product: str) -> dict:
+        """Every setting upstream of a product, and the digest of each file upstream that was put there by hand."""
+        path = self.path(product)
+        if path.exists() and product not in self.records:
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "folder"
+            return {product: f"by hand {digest}"}
+        _, names, inputs = PRODUCTS[product]
+        shape = {name: getattr(self.settings, name) for name in names}
+        for other in inputs:
+            shape |= self.shape(other)
+        return shape
+
+    def check(self, product: str) -> bool:
+        """Whether the product is there already; InputError if other settings made it."""
+        if not self.path(product).exists():
+            return False
+        if product in self.records:
+            shape, record = self.shape(product), self.records[product]
+            changed = sorted(key for key in shape.keys() | record.keys() if shape.get(key) != record.get(key))
+            if changed:
+                was = ", ".join(f"{key} was {record.get(key)}, is {shape.get(key)}" for key in changed)
+                raise InputError(f"{self.path(product)} was made with other settings ({was}): use another --out")
+        return True
+
+    def make(self, product: str, build: Callable[[Path], None]) -> None:
+        """`build(path)` the product and record what shaped it, unless it is there already."""
+        if self.check(product):
+            where = "" if product in self.records else ", put there by hand"
+            print(f"  {product}: there already{where}, not made again")
+            return
+        stage, _, inputs = PRODUCTS[product]
+        for other in inputs:
+            if not self.path(other).exists() and not (other == "base" and not self.settings.is_tiny):
+                raise InputError(f"{self.path(other)} is missing: run stage {PRODUCTS[other][0]} first (--stages)")
+        shape = self.shape(product)
+        build(self.path(product))
+        self.records[product] = shape
+        aside = Path(f"{self.record_file}.tmp")
+        aside.write_text(json.dumps(self.records, indent=1))
+        os.replace(aside, self.record_file)
+
+    def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list[dict]]) -> None:
+        """Write one row per item to a JSONL file, a batch at a time, each batch from a seed of its own.
+
+        After an interruption the finished batches are kept, and the open one is played again from its seed.
+        """
+        shape = hashlib.sha256(json.dumps(self.shape(path.name), sort_keys=True).encode()).hexdigest()[:8]
+        part = path.with_name(f"{path.name}.{shape}.part")
+        done = part.read_bytes().split(b"\n")[:-1] if part.exists() else []
+        done = done[: len(done) // size * size]
+        with open(part, "wb") as file:
+            file.writelines(line + b"\n" for line in done)
+            for start in tqdm(range(len(done), len(items), size), f"  {path.name}", leave=False):
+                torch.manual_seed(seed_of(self.settings.seed, path.name, start))
+                for row in make_rows(items[start : start + size]):
+                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+        os.replace(part, path)
+
+    def log(self, history: list[dict]) -> None:
+        """Add the metrics of a training run to metrics.jsonl, in place of an earlier try's."""
+        path, names = self.path("metrics.jsonl"), {row["run"] for row in history}
+        old = colbench.read_jsonl(path, {"run": str}) if path.exists() else []
+        colbench.write_jsonl(path, [row for row in old if row["run"] not in names] + history)
+
+    @contextlib.contextmanager
+    def timed(self, stage: str):
+        """Print and keep the seconds that a stage took."""
+        print(f"[{stage}]", flush=True)
+        start = time.time()
+        yield
+        self.seconds[stage] = round(time.time() - start, 1)
+        print(f"  {self.seconds[stage]} s", flush=True)
+        self.path("timings.json").write_text(json.dumps(self.seconds, indent=1))
+
+
+def save_model(model, tokenizer, path: Path) -> None:
+    """A model folder that `from_pretrained` and vLLM load; it appears whole or not at all."""
+    aside = path.with_name(path.name + ".tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    model.save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    os.replace(aside, path)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 8. The seven stages
+class Sweet:
+    """The stages of a run, in the order of the paper; each reads its files and makes its own."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.run = settings, Run(settings)
+        self.device, self.dtype = pick_device(settings)
+        self.trainer = Trainer(settings, self.device, self.dtype)
+        tiny = settings.is_tiny
+        self.system = prompt_file(settings.agent_prompt, TINY_PROMPT if tiny else colbench.AGENT_PROMPT)
+        self.single_turn_system = TINY_SINGLE_TURN_PROMPT if tiny else colbench.SINGLE_TURN_PROMPT
+        self.human_prompt = prompt_file(settings.human_prompt, colbench.HUMAN_PROMPT)
+
+    # --- what the stages share
+    def model(self, product: str):
+        """(model, tokenizer, encoder) of a product; "base" is the untouched --model or the warmed-up tiny one."""
+        real = product == "base" and not self.settings.is_tiny
+        model, tokenizer = load_model(self.settings.model if real else str(self.run.path(product)), self.device)
+        return model, tokenizer, Encoder(tokenizer, end_ids(model, tokenizer))
+
+    def agent(self, model, tokenizer, temperature=1.0, system=None) -> ChatModel:
+        s = self.settings
+        return ChatModel(model, tokenizer, system or self.system, temperature, s.max_new_tokens, s.generate_batch)
+
+    def human(self, agent_product: str, model, tokenizer):
+        """The human that --simulator names; `model` is at hand and serves if it is the untouched one."""
+        s = self.settings
+        if s.simulator in ("scripted", "tiny"):
+            return ScriptedSimulator(seed=s.seed)
+        if s.simulator == "keyboard":
+            return KeyboardSimulator()
+        if s.simulator.startswith(("http://", "https://")):
+            return ServerSimulator(ChatServer(s.simulator, s.server_model), self.human_prompt)
+        if s.simulator != s.model or agent_product != "base":
+            model, tokenizer = load_model(s.simulator, self.device)
+        return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch)
+
+    def with_system(self, messages: list[Message]) -> list[Message]:
+        """A dialogue as training files hold it: the agent's system prompt in front."""
+        kept = ("role", "content", "output", "truncated")
+        messages = [{key: m[key] for key in kept if key in m} for m in messages]
+        return [{"role": "system", "content": self.system}, *messages]
+
+    def rewarded_rows(self, trajectories: list[Trajectory]) -> list[dict]:
+        """Official rows; a missing reward is computed.  A task whose reference cannot run keeps none."""
+        bare = [t for t in trajectories if t.reward is None]
+        rewards = colbench.unit_test_rewards([t.task for t in bare], [t.answer for t in bare])
+        for trajectory, reward in zip(bare, rewards):
+            trajectory.reward = None if math.isnan(reward) else float(reward)
+        return [colbench.trajectory_row(t) for t in trajectories]
+
+    def play(self, path: Path, tasks: list[Task], agent, human, max_turns: int) -> None:
+        """Play a dialogue per task, in batches, into a trajectories file."""
+
+        def rows(batch: list[Task]) -> list[dict]:
+            return self.rewarded_rows(colbench.rollout(agent, human.reply, batch, max_turns))
+
+        self.run.rows_by_batch(path, tasks, self.settings.generate_batch, rows)
+
+    # --- stage 0: a model to start from
+    def warm_up(self, path: Path) -> None:
+        """Train the tiny model on scripted dialogues of mixed quality until it stands in for an instruct model."""
+        s = self.settings
+        torch.manual_seed(seed_of(s.seed, "tiny"))
+        tokenizer = tiny_tokenizer()
+        model = tiny_model(tokenizer).to(self.device)
+        encoder = Encoder(tokenizer, end_ids(model, tokenizer))
+        tasks = colbench.miniature_tasks("train", TINY_TRAIN_TASKS + WARM_UP_TASKS, s.seed)[TINY_TRAIN_TASKS:]
+        rng = random.Random(s.seed)
+        kinds = itertools.cycle(WARM_UP_KINDS)
+        dialogues = [warm_up_dialogue(task, kind, rng) for task, kind in zip(tasks, kinds)]
+        examples = [Example([encoder.dialogue(messages, hint)]) for messages, hint in dialogues]
+        objective = likelihood_objective(mean_tokens(examples))
+        self.run.log(self.trainer.train(model, examples, objective, "warm-up", 3e-3, WARM_UP_EPOCHS, 64))
+        save_model(model, tokenizer, path)
+
+    # --- stage 1
+    def collect(self, path: Path) -> None:
+        """Offline dialogues: k blocks of one dialogue per task, or someone's file."""
+        s = self.settings
+        if s.trajectories:
+            trajectories = first_tasks(colbench.load_trajectories(s.trajectories), s.num_tasks)
+            colbench.write_jsonl(path, self.rewarded_rows(trajectories))
+            return
+        tasks = self.tasks("train")
+        model, tokenizer, _ = self.model("base")
+        self.play(path, tasks * s.dialogues, self.agent(model, tokenizer), self.human("base", model, tokenizer), s.max_turns)
+
+    def tasks(self, split: str) -> list[Task]:
+        """Training or test tasks: generated ones, or the user's."""
+        s = self.settings
+        source = s.train_tasks if split == "train" else s.tasks
+        if source:
+            return colbench.load_tasks(source)[: s.num_tasks]
+        count = s.num_tasks or (TINY_TRAIN_TASKS if split == "train" else TINY_TEST_TASKS)
+        return colbench.miniature_tasks(split, count, s.seed)
+
+    # --- stage 2
+    def pairs(self, path: Path) -> None:
+        """For each task its first full success, if it has one, against every dialogue with a lower reward."""
+        by_task: dict[str, list[Trajectory]] = {}
+        for t in colbench.load_trajectories(self.run.path("trajectories.jsonl")):
+            if t.reward is not None and t.turns:
+                by_task.setdefault(t.task.problem_description + t.task.ground_truth, []).append(t)
+        rows = []
+        for group in by_task.values():
+            best = next((t for t in group if t.reward == 1.0), None)
+            rows += [
+                {
+                    "chosen": self.with_system(best.dialogue),
+                    "rejected": self.with_system(t.dialogue),
+                    "ground_truth": best.task.ground_truth,
+                }
+                for t in group
+                if best and t.reward < 1.0
+            ]
+        if not rows:
+            raise InputError(
+                f"{self.run.path('trajectories.jsonl')}: no task has both a dialogue that passes every test and one that "
+                "does not, so there is no pair to learn from: collect more (--dialogues, --num-tasks) or use a stronger model"
+            )
+        print(f"  {len(rows)} pairs on {sum(any(t.reward == 1.0 for t in g) for g in by_task.values())} tasks")
+        colbench.write_jsonl(path, rows)
+
+    # --- stage 3
+    def critic(self, path: Path) -> None:
+        """Equations 2 and 3: agent and frozen reference both read c in front of the dialogue."""
+        s = self.settings
+        objective = critic_objective(s.critic_beta, s.critic_nll)
+        self.train_on_pairs(path, "trajectory_pairs.jsonl", objective, True, s.critic_lr, s.critic_epochs)
+
+    def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr: float, epochs: int) -> None:
+        """Train a copy of the base on a file of dialogue pairs, with or without c."""
+        model, tokenizer, encoder = self.model("base")
+        fields = {"chosen": list, "rejected": list} | ({"ground_truth": str} if hint else {})
+        examples = [
+            Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
+            for row in colbench.read_jsonl(self.run.path(file), fields)
+        ]
+        self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=True)
+
+    def fit(self, path, model, tokenizer, examples, objective, lr, epochs, batch_size, reference: bool) -> None:
+        """Reference log-probs first, then training, then the folder."""
+        examples = fitting(examples, self.settings.max_length)
+        if reference:
+            self.trainer.add_reference(model, examples, path.name)
+        history = self.trainer.train(model, examples, objective, path.name, lr, epochs, batch_size)
+        self.run.log(history)
+        print(f"  {path.name}: {len(examples)} examples, {len(history)} steps, {metrics_line(history)}")
+        save_model(model, tokenizer, path)
+
+    # --- stage 4
+    def candidates(self, path: Path) -> None:
+        """For each turn of the first dialogues: 16 messages from the agent, without c, scored by the critic, with c."""
+        s = self.settings
+        trajectories = colbench.load_trajectories(self.run.path("trajectories.jsonl"))
+        trajectories = trajectories[: math.ceil(s.turn_fraction * len(trajectories))]
+        turns = [(t.task, turn.history) for t in trajectories for turn in t.turns]
+        model, tokenizer, encoder = self.model("base")
+        critic = self.model("critic")[0]
+        agent = self.agent(model, tokenizer)
+
+        def rows(batch) -> list[dict]:
+            sampled = agent.sample([history for _, history in batch], s.candidates)
+            made = []
+            for (task, history), actions in zip(batch, sampled):
+                messages = self.with_system(history)
+                made.append(
+                    {
+                        "messages": messages,
+                        "candidates": [a.text for a in actions],
+                        "truncated": [a.truncated for a in actions],
+                        "ground_truth": task.ground_truth,
+                    }
+                )
+            scores = self.score(critic, model, encoder, made)
+            return [row | {"advantages": advantages} for row, advantages in zip(made, scores)]
+
+        self.run.rows_by_batch(path, turns, max(1, s.generate_batch // s.candidates), rows)
+
+    @torch.no_grad()
+    def score(self, critic, reference, encoder: Encoder, rows: list[dict]) -> list[list[float]]:
+        """Equation 3 for every candidate of every row, critic and reference both with c."""
+        examples = [
+            Example(encoder.candidates(row["messages"], candidate_messages(row), row["ground_truth"])) for row in rows
+        ]
+        scores: list[list[float]] = []
+        for batch in micro_batches(examples, self.settings.micro_batch):
+            logps, turn_ids = self.trainer.log_probs(critic, batch)  # (R, T), one turn a row
+            ref_logps, _ = self.trainer.log_probs(reference, batch)  # (R, T)
+            advantages = iter(turn_advantages(logps, ref_logps, turn_ids)[:, 0].tolist())
+            scores += [[next(advantages) for _ in example.branches] for example in batch]
+        return scores
+
+    # --- stage 5
+    def turn_pairs(self, path: Path) -> None:
+        """Of each turn's candidates, 4 times a random one of the top half against one of the bottom half."""
+        s, rows = self.settings, []
+        rng = random.Random(f"{s.seed} turn pairs")
+        fields = {"messages": list, "candidates": list, "advantages": list}
+        for row in colbench.read_jsonl(self.run.path("candidates.jsonl"), fields):
+            ranked = sorted(zip(row["advantages"], candidate_messages(row)), key=lambda pair: -pair[0])
+            half = len(ranked) // 2
+            for _ in range(s.pairs_per_turn if half else 0):
+                (high, chosen), (low, rejected) = rng.choice(ranked[:half]), rng.choice(ranked[-half:])
+                if high > low and chosen["content"] != rejected["content"]:
+                    rows.append({"prompt": row["messages"], "chosen": [chosen], "rejected": [rejected]})
+        if not rows:
+            raise InputError(f"{self.run.path('candidates.jsonl')}: no turn has two candidates that differ in text and score")
+        print(f"  {len(rows)} pairs")
+        colbench.write_jsonl(path, rows)
+
+    # --- stage 6
+    def actor(self, path: Path) -> None:
+        """Equation 4 on pairs of candidates, without c; the pairs of one turn share its history's computation."""
+        s = self.settings
+        model, tokenizer, encoder = self.model("base")
+        branches: dict[str, list[Branch]] = {}
+        for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), {"prompt": list, "chosen": list, "rejected": list}):
+            pair = encoder.candidates(row["prompt"], [row["chosen"][-1], row["rejected"][-1]])
+            branches.setdefault(json.dumps(row["prompt"]), []).extend(pair)
+        examples = [Example(group) for group in branches.values()]
+        objective = dpo_objective(s.actor_beta, s.actor_nll)
+        self.fit(path, model, tokenizer, examples, objective, s.actor_lr, s.actor_epochs, s.batch_size, reference=True)
+
+    def multi_turn_dpo(self, path: Path) -> None:
+        """Baseline: the critic's pairs without c, log-probs summed over all agent tokens of a dialogue."""
+        s = self.settings
+        objective = dpo_objective(s.mt_dpo_beta, s.mt_dpo_nll)
+        self.train_on_pairs(path, "trajectory_pairs.jsonl", objective, False, s.mt_dpo_lr, s.mt_dpo_epochs)
+
+    def rft(self, path: Path) -> None:
+        """Baseline: the likelihood of the agent's tokens in successful dialogues."""
+        s = self.settings
+        model, tokenizer, encoder = self.model("base")
+        trajectories = colbench.load_trajectories(self.run.path("trajectories.jsonl"))
+        good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in trajectories if t.reward == 1.0]
+        if not good:
+            raise InputError(f"{self.run.path('trajectories.jsonl')}: no successful dialogue to fine-tune on")
+        objective = likelihood_objective(mean_tokens(good))
+        self.fit(path, model, tokenizer, good, objective, s.rft_lr, s.rft_epochs, s.rft_batch_size, reference=False)
+
+    # --- stage 7
+    def evaluate(self, method: str, path: Path) -> None:
+        """Play the held-out tasks, sampled at temperature 1 as in the paper, or greedy."""
+        s, product = self.settings, AGENTS[method]
+        model, tokenizer, _ = self.model(product)
+        single = method == "single-turn"
+        temperature = 0.0 if path.name.endswith("_greedy.jsonl") else 1.0
+        agent = self.agent(model, tokenizer, temperature, self.single_turn_system if single else None)
+        human = self.human(product, model, tokenizer)
+        self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
+
+
+TINY_TRAIN_TASKS, TINY_TEST_TASKS = 1200, 500
+WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 6
+WARM_UP_KINDS = ("plain", "hinted", "plain", "told", "hinted", "plain", "single")
+
+
+def prompt_file(path: str | None, default: str) -> str:
+    """A prompt from a file, or ours."""
+    if path is None:
+        return default
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: the prompt cannot be read ({error})") from None
+
+
+def first_tasks(trajectories: list[Trajectory], count: int | None) -> list[Trajectory]:
+    """The trajectories of the first `count` tasks, in order."""
+    tasks = list(dict.fromkeys(t.task.problem_description for t in trajectories))[:count]
+    return [t for t in trajectories if t.task.problem_description in set(tasks)]
+
+
+def candidate_messages(row: dict) -> list[Message]:
+    """The candidates of a row as assistant messages."""
+    cut = row.get("truncated") or [False] * len(row["candidates"])
+    return [
+        {"role": "assistant", "content": text} | ({"truncated": True} if truncated else {})
+        for text, truncated in zip(row["candidates"], cut)
+    ]
+
+
+def mean_tokens(examples: list[Example]) -> float:
+    """Mean number of agent tokens of an example's first branch."""
+    return sum(sum(map(len, e.branches[0].actions)) for e in examples) / len(examples)
+
+
+def metrics_line(history: list[dict]) -> str:
+    """First and last tenth of each metric."""
+    tenth = max(1, len(history) // 10)
+    means = {
+        key: [sum(row[key] for row in part) / tenth for part in (history[:tenth], history[-tenth:])]
+        for key in history[0]
+        if key not in ("run", "step", "lr", "grad_norm")
+    }
+    return ", ".join(f"{key} {first:.3f} -> {last:.3f}" for key, (first, last) in means.items())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 9. The command line
+def builders(sweet: Sweet) -> dict[str, Callable[[Path], None]]:
+    """What makes each product."""
+    made = {
+        "base": sweet.warm_up,
+        "trajectories.jsonl": sweet.collect,
+        "trajectory_pairs.jsonl": sweet.pairs,
+        "critic": sweet.critic,
+        "candidates.jsonl": sweet.candidates,
+        "turn_pairs.jsonl": sweet.turn_pairs,
+        "actor": sweet.actor,
+        "rft": sweet.rft,
+        "mt-dpo": sweet.multi_turn_dpo,
+    }
+    for method in METHODS:
+        for name in (f"eval_{method}.jsonl", f"eval_{method}_greedy.jsonl"):
+            made[name] = lambda path, method=method: sweet.evaluate(method, path)
+    return made
+
+
+def wanted_products(s: Settings) -> list[str]:
+    """What the asked-for stages make for the asked-for methods: their evaluations and everything upstream."""
+    wanted: set[str] = set()
+
+    def add(product: str) -> None:
+        wanted.add(product)
+        for other in PRODUCTS[product][2]:
+            add(other)
+
+    for method in s.methods.split(","):
+        add(f"eval_{method}.jsonl")
+        add(f"eval_{method}_greedy.jsonl")
+    if not s.is_tiny:
+        wanted.discard("base")
+    return [name for name in PRODUCTS if name in wanted and PRODUCTS[name][0] in s.stages.split(",")]
+
+
+def run_stages(sweet: Sweet) -> None:
+    """Make what is missing, stage by stage; refuse before anything is made if a file there is of another run."""
+    wanted, made = wanted_products(sweet.settings), builders(sweet)
+    for product in wanted:
+        sweet.run.check(product)
+    for stage in STAGES:
+        products = [name for name in wanted if PRODUCTS[name][0] == stage]
+        if products:
+            with sweet.run.timed(stage):
+                for product in products:
+                    sweet.run.make(product, made[product])
+
+
+def results(sweet: Sweet) -> dict:
+    """Figures of each method from its eval files, into results.json."""
+    methods = {}
+    for method in [m for m in METHODS if m in sweet.settings.methods.split(",")]:
+        figures = {}
+        for name in ("", "_greedy"):
+            trajectories = colbench.load_trajectories(sweet.run.path(f"eval_{method}{name}.jsonl"))
+            rewards = [t.reward for t in trajectories if t.reward is not None]
+            figures[name] = colbench.backend_figures(rewards) | {"invalid": len(trajectories) - len(rewards)}
+        methods[method] = figures[""] | {"greedy": figures["_greedy"]}
+    answer = {"methods": methods}
+    sweet.run.path("results.json").write_text(json.dumps(answer, indent=1))
+    return answer
+
+
+def print_table(methods: dict) -> None:
+    """Success and tests passed in percent with 95 % intervals; greedy beside sampled."""
+
+    def cell(figures: dict, key: str) -> str:
+        low, high = figures[key + "_interval"]
+        return f"{100 * figures[key]:5.1f} [{100 * low:4.1f}, {100 * high:5.1f}]"
+
+    print(f"\n{'method':12s} {'success %':>20s} {'tests passed %':>20s} {'greedy success %':>20s}    n")
+    for method, f in methods.items():
+        print(
+            f"{method:12s} {cell(f, 'success'):>20s} {cell(f, 'tests_passed'):>20s} {cell(f['greedy'], 'success'):>20s} {f['n']:4d}"
+        )
+
+
+def show_dialogue(sweet: Sweet) -> None:
+    """The first held-out task that SWEET-RL solves and zero-shot does not (else the first), turn by turn."""
+    before, after = (
+        colbench.load_trajectories(sweet.run.path(f"eval_{method}.jsonl")) for method in ("zero-shot", "sweet")
+    )
+    better = [i for i, (b, a) in enumerate(zip(before, after)) if a.reward == 1.0 and b.reward != 1.0]
+    index = better[0] if better else 0
+    reference, _, encoder = sweet.model("base")
+    critic = sweet.model("critic")[0]
+    chosen = "the first that SWEET-RL solves and zero-shot does not" if better else "the first"
+    print(f"\nheld-out task {index + 1} ({chosen}); [A] is the critic's advantage of the turn")
+    for name, trajectory in (("before", before[index]), ("after", after[index])):
+        rows = [
+            {
+                "messages": sweet.with_system(turn.history),
+                "candidates": [turn.action.get("output", turn.action["content"])],
+                "truncated": [turn.action.get("truncated", False)],
+                "ground_truth": trajectory.task.ground_truth,
+            }
+            for turn in trajectory.turns
+        ]
+        advantages = iter(sweet.score(critic, reference, encoder, rows))
+        print(f"\n--- {name} training: reward {trajectory.reward}")
+        for message in trajectory.dialogue:
+            agent = message["role"] == "assistant"
+            score = f"[{next(advantages)[0]:+.2f}]" if agent else ""
+            text = message["content"].replace("\n", "\n                 ")
+            print(f"{score:8s} {'agent' if agent else 'human'}:  {text}")
+    print("\nreference:\n    " + before[index].task.ground_truth.replace("\n", "\n    "))
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        settings = parse_settings(sys.argv[1:] if argv is None else argv)
+        start = time.time()
+        why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
+        print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
+        sweet = Sweet(settings)
+        run_stages(sweet)
+        if "evaluate" in settings.stages.split(","):
+            print_table(results(sweet)["methods"])
+            if {"zero-shot", "sweet"} <= set(settings.methods.split(",")):
+                show_dialogue(sweet)
+        print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
+        return 0
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
