@@ -13,15 +13,38 @@ Reading order
     7. ColBench in miniature      generated tasks that a tiny model can learn in minutes
 """
 
+import contextlib
+import ctypes
+import datetime
+import errno
 import functools
+import gc
+import hashlib
+import importlib
+import itertools
 import json
 import math
+import numbers
 import os
 import random
 import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import types
+from collections import abc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
 
 
 class InputError(Exception):
@@ -102,8 +125,11 @@ def check_fields(row, fields: dict[str, type], where: str) -> None:
             raise InputError(f"{where}: {name!r} should be {kind.__name__}, not {type(row[name]).__name__}")
 
 
-def read_jsonl(path, fields: dict[str, type]) -> list[dict]:
-    """The rows of a JSONL file.  InputError names the file, the line and what was expected of it."""
+def read_jsonl(path, fields: dict[str, type], check: Callable[[dict, str], None] | None = None) -> list[dict]:
+    """The rows of a JSONL file.  InputError names the file, the line and what was expected of it.
+
+    `check(row, where)` may look deeper than the fields and raise as well.
+    """
     try:
         lines = Path(path).read_bytes().decode("utf-8-sig").split("\n")
     except OSError as error:
@@ -119,6 +145,8 @@ def read_jsonl(path, fields: dict[str, type]) -> list[dict]:
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}, line {number}: expected one JSON object ({error})") from None
         check_fields(row, fields, f"{path}, line {number}")
+        if check:
+            check(row, f"{path}, line {number}")
         rows.append(row)
     if not rows:
         raise InputError(f"{path}: expected one JSON object a line, found none")
@@ -128,8 +156,13 @@ def read_jsonl(path, fields: dict[str, type]) -> list[dict]:
 def write_jsonl(path, rows: list[dict]) -> None:
     """Write all rows aside, then rename: a reader sees the whole file or none."""
     aside = Path(f"{path}.tmp")
-    aside.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    aside.write_bytes(b"".join(map(json_line, rows)))
     os.replace(aside, path)
+
+
+def json_line(row: dict) -> bytes:
+    """A row as its line of a file.  Half a surrogate pair, which a server may send, becomes a question mark."""
+    return json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n"
 
 
 def local_file(source: str, hub_file: str) -> Path:
@@ -147,26 +180,34 @@ def local_file(source: str, hub_file: str) -> Path:
         raise InputError(f"{source}: neither a file here nor {hub_file} of a dataset on the hub: {reason}") from None
 
 
-def load_tasks(source: str) -> list[Task]:
+def check_task(row: dict, where: str) -> None:
+    """Raise InputError unless `row` is a task."""
+    check_fields(row, TASK_FIELDS, where)
+    check_fields(row["test_cases"], dict.fromkeys(row["test_cases"], str), f"{where}, test_cases")
+
+
+def check_trajectory(row: dict, where: str) -> None:
+    """Raise InputError unless `row` is a trajectory."""
+    check_task(row["task"], f"{where}, task")
+    for message in row["dialogue_history"]:
+        check_fields(message, MESSAGE_FIELDS, f"{where}, dialogue_history")
+    if not isinstance(row.get("reward"), (int, float, type(None))):
+        raise InputError(f"{where}: 'reward' should be a number")
+
+
+def load_tasks(source: str | Path) -> list[Task]:
     """Official task rows from a JSONL file, or the test tasks of a dataset on the hub."""
-    rows = read_jsonl(local_file(source, HUB_TEST_TASKS), TASK_FIELDS)
+    rows = read_jsonl(local_file(str(source), HUB_TEST_TASKS), TASK_FIELDS, check_task)
     return [Task(**{name: row[name] for name in TASK_FIELDS}) for row in rows]
 
 
-def load_trajectories(source: str) -> list[Trajectory]:
+def load_trajectories(source: str | Path) -> list[Trajectory]:
     """Official trajectory rows.  A reward may be absent: it is None then, to be computed."""
-    path = local_file(source, HUB_TRAJECTORIES)
-    trajectories = []
-    for number, row in enumerate(read_jsonl(path, TRAJECTORY_FIELDS), 1):
-        where = f"{path}, row {number}"
-        check_fields(row["task"], TASK_FIELDS, f"{where}, task")
-        for message in row["dialogue_history"]:
-            check_fields(message, MESSAGE_FIELDS, f"{where}, dialogue_history")
-        if not isinstance(row.get("reward"), (int, float, type(None))):
-            raise InputError(f"{where}: 'reward' should be a number")
-        task = Task(**{name: row["task"][name] for name in TASK_FIELDS})
-        trajectories.append(Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward")))
-    return trajectories
+    rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS, check_trajectory)
+    tasks = [Task(**{name: row["task"][name] for name in TASK_FIELDS}) for row in rows]
+    return [
+        Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward")) for task, row in zip(tasks, rows)
+    ]
 
 
 def trajectory_row(trajectory: Trajectory) -> dict:
@@ -300,7 +341,551 @@ def agent_message(action: Action, seen: str) -> Message:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 5. Reward: unit tests  (REWARD SECTION)
+# 5. Reward: unit tests
+#
+#     this process                answer servers, one per core        a fork for each answer
+#     unit_test_rewards  ──────>  isolated once; know no text,  ───>  reads a text and its calls from a socket
+#     compares digests            no call and no value                of its own, sends digests of the values
+#            ^                                                            │
+#            └────────────────────────────────────────────────────────────┘
+#
+# A reference goes the very same way, in another fork.  An answer can claim what it likes about its own values:
+# the values that are expected are never in a process that it can reach.
+SERVE = "--serve-answers"
+SERVER_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",  # sets have the same order on both sides
+    "PYTHONSAFEPATH": "1",  # python's own folders are searched for modules, this one is not
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "LD_BIND_NOW": "1",  # what is looked up before the fork is not looked up in each fork
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+MEMORY = 1 << 30  # bytes that each process of an answer can have
+FILES = 64 << 20  # bytes that an answer can write
+LIMITS = {"AS": MEMORY, "FSIZE": FILES, "NOFILE": 64, "CORE": 0, "MSGQUEUE": 0}
+PROCESSES = 32  # of an answer at one time, threads included
+ITERATOR_LIMIT = 10_000  # items of a generator that are compared
+FAILURES = {b"e": "error", b"m": "too much memory", b"f": "forbidden", b"n": "no code"}
+FORBIDDEN = {errno.EPERM, errno.EACCES, errno.EROFS, errno.EAGAIN, errno.EFBIG, errno.ENOSPC, errno.ENETUNREACH}
+RECORD = 33  # bytes that come back from a call: a letter of FAILURES or "=", and the digest of a value
+
+
+class Reward(float):
+    """The fraction of a task's tests that an answer passes, from 0 to 1; NaN where the task is invalid.
+
+    `reasons` has one word per test, "" for passed; `reason` is the first that is not "".
+    """
+
+    def __new__(cls, value: float, reasons: list[str]):
+        reward = super().__new__(cls, value)
+        reward.reasons = reasons
+        reward.reason = next(filter(None, reasons), "")
+        return reward
+
+
+class Job(NamedTuple):
+    """One text to run against the calls of a task."""
+
+    role: str  # "reference" or "answer": an answer that repeats the reference is run all the same
+    text: str
+    name: str  # the function that is called
+    calls: tuple[str, ...]
+
+
+known_references: dict[Job, list[str]] = {}  # outcomes of valid ones: training meets a task many times
+
+
+def unit_test_rewards(tasks: list[Task], answers: list[str], timeout: float = 5.0) -> list[Reward]:
+    """The reward of each answer to the task at its place, run on all cores.
+
+    Each test may take `timeout` seconds, all tests of an answer together twice that.  Nothing that an answer
+    does raises an exception here.
+    """
+    pairs = []
+    for task, answer in zip(tasks, answers, strict=True):
+        rest = called_function(task), tuple(task.test_cases.values())
+        pairs.append((Job("reference", task.ground_truth, *rest), Job("answer", answer, *rest)))
+    jobs = dict.fromkeys(job for pair in pairs for job in pair if job not in known_references)
+    empty = {job: ["no code"] * len(job.calls) for job in jobs if not job.text.strip()}  # a human who left: no answer
+    outcomes = known_references | empty | run_jobs([job for job in jobs if job not in empty], timeout)
+    known_references.update({reference: outcomes[reference] for reference, _ in pairs if ran(outcomes[reference])})
+    return [compare(outcomes[reference], outcomes[answer]) for reference, answer in pairs]
+
+
+def called_function(task: Task) -> str:
+    """The function that the tests are about: the first one called in them that the reference defines."""
+    names = re.findall(r"\b([^\W\d]\w*)\s*\(", " ".join(task.test_cases.values()))
+    defined = [name for name in names if re.search(rf"\b(def|class)\s+{name}\b", task.ground_truth)]
+    return (defined or names or [""])[0]
+
+
+def ran(outcomes: list[str]) -> bool:
+    """True where there are tests and each gave a value: only then can a reference be compared with."""
+    return bool(outcomes) and all(outcome.startswith("=") for outcome in outcomes)
+
+
+def compare(expected: list[str], found: list[str]) -> Reward:
+    """The reward of an answer's outcomes: "=" and a digest each, or the word for why there is no value."""
+    if not ran(expected):
+        return Reward(math.nan, ["invalid task"])
+    pairs = zip(expected, found, strict=True)
+    reasons = ["" if a == b else "wrong" if b.startswith("=") else b for a, b in pairs]
+    return Reward(reasons.count("") / len(reasons), reasons)
+
+
+def reward_protections() -> str:
+    """One line: what keeps answers from doing harm on this machine, and what could not be had."""
+    with AnswerServer() as server:
+        on = [name for name, here in server.protections.items() if here]
+        off = [name for name, here in server.protections.items() if not here]
+    return f"answers run with {', '.join(on)}; not to be had here: {', '.join(off) or 'nothing'}"
+
+
+def run_jobs(jobs: list[Job], timeout: float) -> dict[Job, list[str]]:
+    """The outcomes of all jobs, from as many servers as there are cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    idle = SimpleQueue()
+
+    def run(job: Job) -> list[str]:
+        server = idle.get()
+        try:
+            return server.run(job, timeout)
+        finally:
+            idle.put(server)
+
+    with contextlib.ExitStack() as servers, ThreadPoolExecutor(cores) as pool:
+        starts = [pool.submit(servers.enter_context, AnswerServer()) for _ in jobs[:cores]]
+        for start in starts:
+            idle.put(start.result())
+        return dict(zip(jobs, pool.map(run, jobs)))
+
+
+class AnswerServer:
+    """This side of a server.  The process is gone when the `with` ends, or when this process does."""
+
+    def __enter__(self) -> "AnswerServer":
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """A clean interpreter on this file: never a fork of this process, which may have threads and a GPU."""
+        self.folder = tempfile.TemporaryDirectory(prefix="answers-")
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(60)
+        command = [sys.executable, os.path.abspath(__file__), SERVE, self.folder.name]
+        with theirs:
+            self.process = subprocess.Popen(command, stdin=theirs, env=SERVER_ENVIRONMENT, start_new_session=True)
+        greeting = self.control.recv(4096)
+        if not greeting:
+            raise RuntimeError("the process that runs answers could not start: see its message above")
+        self.protections = json.loads(greeting)
+        self.control.settimeout(10)
+
+    def stop(self) -> None:
+        """The server ends when its socket closes."""
+        self.control.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        with contextlib.suppress(OSError, RecursionError):
+            self.folder.cleanup()
+
+    def run(self, job: Job, timeout: float) -> list[str]:
+        """The outcome of each call.  Where one dies or is too slow, a fresh fork goes on with the next."""
+        outcomes, end = [], time.monotonic() + 2 * timeout
+        while len(outcomes) < len(job.calls) and time.monotonic() < end:
+            outcomes += self.attempt(job._replace(calls=job.calls[len(outcomes) :]), timeout, end)
+        return outcomes + ["too slow"] * (len(job.calls) - len(outcomes))
+
+    def attempt(self, job: Job, timeout: float, end: float) -> list[str]:
+        """Outcomes of the first calls, at least one, from one fork, of which nothing is left afterwards."""
+        outcomes = []
+        ours, theirs = socket.socketpair()
+        with ours:
+            try:
+                with theirs:
+                    socket.send_fds(self.control, [b"+"], [theirs.fileno()])
+                ours.settimeout(timeout)
+                ours.sendall(json.dumps(job[1:]).encode() + b"\n")
+                for _ in job.calls:
+                    record = receive(ours, min(end, time.monotonic() + timeout))
+                    outcomes.append(FAILURES.get(record[:1]) or "=" + record[1:].hex())
+            except TimeoutError:
+                outcomes.append("too slow")
+            except OSError:
+                outcomes.append("error")  # its process is gone
+        with contextlib.suppress(OSError):
+            self.control.sendall(b"-")
+            if self.control.recv(1):
+                return outcomes
+        self.stop()  # it could not tidy up behind this answer: a fresh one takes its place
+        self.start()
+        return outcomes
+
+
+def receive(connection: socket.socket, deadline: float) -> bytes:
+    """One whole record; TimeoutError at the deadline, ConnectionError where the other side is gone."""
+    record = b""
+    while len(record) < RECORD:
+        connection.settimeout(max(1e-3, deadline - time.monotonic()))
+        part = connection.recv(RECORD - len(record))
+        if not part:
+            raise ConnectionError
+        record += part
+    return record
+
+
+# The server's process.  A fork copies every page that it touches, so what can be done before the fork is.
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 1 << 17, 1 << 27, 1 << 28, 1 << 29, 1 << 30
+MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14, 1 << 18
+PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
+
+
+def serve(folder: str) -> None:
+    """For each socket that comes in on stdin, fork; when told to, kill that fork and all it has started."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path = [path for path in sys.path if os.path.abspath(path) != here]  # older pythons, editable installs
+    control = socket.socket(fileno=os.dup(0))
+    pids, user, scratch, protections = isolate(folder)
+    os.environ.update(HOME=scratch, TMPDIR=scratch)
+    with contextlib.suppress(ImportError):  # loaded once, and not for each answer that wants it
+        importlib.import_module("numpy.random")
+    list(run_calls("def f(): return 0", "f", ["f()"]))  # so that what is set up at first use is there
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    gc.collect()
+    gc.freeze()  # a fork's collector leaves these objects alone
+    control.send(json.dumps(protections).encode())
+    while True:
+        _, connections, *_ = socket.recv_fds(control, 1, 1)
+        if not connections:
+            return
+        if pids is not None:  # the fork is to be the first process of a namespace of its own
+            libc("setns", pids, CLONE_NEWPID)
+            libc("unshare", CLONE_NEWPID)
+        child = os.fork()
+        if child == 0:
+            serve_answer(connections[0], user, scratch)
+        os.close(connections[0])
+        control.recv(1)
+        kill_all(child)
+        for left in os.scandir(scratch):
+            shutil.rmtree(left) if left.is_dir(follow_symlinks=False) else os.unlink(left)
+        control.send(b".")
+
+
+def kill_all(child: int) -> None:
+    """Kill a fork and all it has started.  In a pid namespace the kernel does the latter."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with contextlib.suppress(ChildProcessError):  # raised when there is nobody left
+        while True:
+            os.waitpid(-1, os.WNOHANG)
+            with open(f"/proc/self/task/{os.getpid()}/children") as orphans:
+                for orphan in orphans.read().split():
+                    os.kill(int(orphan), signal.SIGKILL)
+
+
+def limit(name: str, most: int) -> None:
+    """A limit on this process and its forks that cannot be raised again.  Not every system has every limit."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+capset = getattr(LIBC, "capset", None)
+NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+
+
+def libc(name: str, *arguments) -> None:
+    """Call a function of the C library that python has no name for.  OSError where it fails."""
+    if getattr(LIBC, name)(*arguments) != 0:
+        raise OSError(ctypes.get_errno(), name)
+
+
+def isolate(folder: str) -> tuple[int | None, int | None, str, dict[str, bool]]:
+    """Shut this process in as far as it is allowed to.
+
+    Returns a handle of its pid namespace, the user that answers run as (None each where they could not be
+    had), the one folder that answers may write to, and which protections are on.
+    """
+    user = 60_000 + os.getpid() % 5_000  # nobody's number, and each server's own
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # where memory runs out, the kernel is to end an answer and not the trainer
+    pids = os.open("/proc/self/ns/pid", os.O_RDONLY) if enter_namespaces() else None
+    hidden = pids is not None and hide_files(folder)
+    scratch = "/scratch" if hidden else folder
+    user = user if can_become(user, scratch) else None
+    for name, most in LIMITS.items():
+        limit(name, most)
+    if linux := sys.platform == "linux":
+        libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        libc("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return pids, user, scratch, {
+        "limits of time, memory and file size": True,
+        "an empty environment": True,
+        "no new privileges": linux,
+        "a pid namespace for each answer": pids is not None,
+        "no network": pids is not None,
+        "no files but python's own and an empty folder": hidden,
+        "no root rights": user is not None or pids is not None or os.geteuid() != 0,
+        "a limit of processes": user is not None or os.geteuid() != 0,
+    }
+
+
+def enter_namespaces() -> bool:
+    """Move into new pid, network, mount and ipc namespaces: as root, or by way of a user namespace."""
+    flags = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC
+    maps = {"setgroups": "deny", "uid_map": f"{os.geteuid()} {os.geteuid()} 1"}
+    maps["gid_map"] = f"{os.getegid()} {os.getegid()} 1"
+    try:
+        try:
+            libc("unshare", flags)
+        except OSError:
+            libc("unshare", flags | CLONE_NEWUSER)
+            for name, line in maps.items():
+                with open(f"/proc/self/{name}", "w") as file:
+                    file.write(line)
+    except (OSError, AttributeError):  # not allowed; no such function on this system
+        return False
+    if server := os.fork():  # only a child is inside the new pid namespace
+        os.waitpid(server, 0)
+        os._exit(0)
+    return True
+
+
+def hide_files(folder: str) -> bool:
+    """Move to a root of its own that has python's folders, read-only, and an empty folder in memory."""
+    wanted = [*sys.path, sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", os.devnull]
+    try:
+        mount(None, "/", None, MS_REC | MS_PRIVATE)
+        mount("tmpfs", folder, "tmpfs", 0, "mode=755")
+        for place in filter(os.path.exists, sorted(set(map(os.path.abspath, wanted)))):
+            inside = folder + place
+            os.makedirs(inside if os.path.isdir(place) else os.path.dirname(inside), exist_ok=True)
+            if not os.path.exists(inside):
+                open(inside, "w").close()
+            mount(place, inside, None, MS_BIND | MS_REC)
+            kept = os.statvfs(place).f_flag & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC)
+            mount(None, inside, None, MS_BIND | MS_REMOUNT | MS_RDONLY | kept)
+        os.makedirs(folder + "/scratch")
+        if not os.path.exists(folder + "/tmp"):
+            os.symlink("/scratch", folder + "/tmp")
+        mount("tmpfs", folder + "/scratch", "tmpfs", 0, f"mode=1777,size={FILES},nr_inodes=4096")
+        mount(None, folder, None, MS_BIND | MS_REMOUNT | MS_RDONLY)
+    except OSError:
+        return False
+    os.chroot(folder)
+    os.chdir("/")
+    return True
+
+
+def mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    source, target, kind = (text and os.fsencode(text) for text in (source, target, kind))
+    libc("mount", source, target, kind, ctypes.c_ulong(flags), options.encode())
+
+
+def can_become(user: int, scratch: str) -> bool:
+    """True where this is root, and python and `scratch`, then its own, are open to `user`."""
+    if os.geteuid() != 0:
+        return False
+    try:
+        os.chown(scratch, user, user)
+        os.seteuid(user)
+        os.listdir(scratch)
+        open(os.__file__).close()
+    except OSError:
+        os.seteuid(0)
+        os.chown(scratch, 0, 0)
+        return False
+    os.seteuid(0)
+    return True
+
+
+# The process of one answer.
+def serve_answer(connection: int, user: int | None, scratch: str) -> None:
+    """Take a text and its calls from the socket `connection`, send a record back for each call, and end."""
+    try:
+        os.dup2(connection, 3, inheritable=False)
+        os.closerange(4, 64)  # nothing of the server stays open here
+        os.setsid()
+        os.chdir(scratch)
+        limit("NPROC", PROCESSES)
+        if user is not None:
+            os.setgroups([])
+            os.setgid(user)
+            os.setuid(user)
+        elif sys.platform == "linux":
+            capset(*NO_CAPABILITIES)
+        job = json.loads(open(3, "rb", closefd=False).readline())
+        for record in run_calls(*job):
+            os.write(3, record)
+    finally:
+        os._exit(0)
+
+
+def run_calls(text: str, name: str, calls: list[str]) -> abc.Iterator[bytes]:
+    """A record for each call."""
+    source = extract_code(text, name)
+    for call in calls:
+        try:
+            value = value_of(source, call) if source else None
+            yield b"=" + hashlib.sha256(canonical(value)).digest() if source else b"n".ljust(RECORD)
+        except BaseException as error:  # SystemExit and KeyboardInterrupt as well
+            yield failure_letter(error).ljust(RECORD)
+
+
+def value_of(source: str, call: str):
+    """The value of a call, in a fresh module: no test sees what another has left in globals or defaults."""
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    exec(code_of(source), vars(module))
+    return eval(call.strip(), vars(module))
+
+
+def failure_letter(error: BaseException) -> bytes:
+    """The key of FAILURES for what a call has raised."""
+    if isinstance(error, MemoryError):
+        return b"m"
+    error = getattr(error, "reason", error)  # urllib wraps what the network said
+    walls = isinstance(error, OSError) and error.errno in FORBIDDEN
+    return b"f" if walls or isinstance(error, socket.gaierror) else b"e"
+
+
+def extract_code(answer: str, name: str) -> str:
+    """The python in an answer that defines `name`; "" where there is none.
+
+    Bare code is taken as it is, whatever its strings hold.  Else the last block between fences that defines
+    `name` is taken, with the blocks of code above it; blocks are joined while a fence is inside a string.
+    Else the lines from the first that starts code to the first that is none.
+    """
+    if defines(answer, name):
+        return answer
+    fences = re.finditer(r"^[ \t]*```.*$|```\w*\s*$", answer, re.MULTILINE)
+    edges = [(0, 0), *(fence.span() for fence in fences), (len(answer), len(answer))]
+
+    def block(first: int, last: int) -> str:
+        return textwrap.dedent(answer[edges[first][1] : edges[last][0]])
+
+    for first in reversed(range(len(edges) - 1)):
+        for last in range(first + 1, len(edges)):
+            if defines(block(first, last), name):
+                above = [block(i, i + 1) for i in range(first)]
+                return "\n".join([*(code for code in above if defines(code)), block(first, last)])
+    for start in re.finditer(r"^(def|class|import|from|@|\w+ *=)", answer, re.MULTILINE):
+        code = without_prose_below(answer[start.start() :])
+        if defines(code, name):
+            return code
+    return answer if re.search(rf"\b(def|class)\s+{name}\b", answer) else ""  # python will say what is wrong
+
+
+@functools.cache
+def code_of(source: str) -> types.CodeType:
+    """Python source, compiled."""
+    return compile(source, "answer", "exec", dont_inherit=True)
+
+
+DEFINITION = re.compile(r"^\s*(?:def|class)\s+\w+|^\w+\b[^(\n]*=|^\s*(?:from\s.*)?import\s.*", re.MULTILINE)
+
+
+def defines(source: str, name: str = "") -> bool:
+    """True where `source` is python that defines, assigns or imports `name`, or anything if no name is given."""
+    names = re.findall(r"\w+", " ".join(DEFINITION.findall(source)))
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        return bool(names) and name in [*names, ""] and bool(code_of(source))
+    return False
+
+
+def without_prose_below(text: str) -> str:
+    """`text` up to the first unindented line that is not python."""
+    lines = text.split("\n")
+    while lines:
+        try:
+            code_of("\n".join(lines))
+            break
+        except SyntaxError as error:
+            wrong = min(error.lineno or 1, len(lines)) - 1
+            if lines[wrong][:1].isspace():
+                return ""
+            lines = lines[:wrong]
+    return "\n".join(lines)
+
+
+def canonical(value) -> bytes:
+    """Bytes that are equal where two values are, as python's == has it for plain data.
+
+    1, 1.0 and True are one; the order of a dict is nothing; a list is no tuple.  Beyond ==: NaN equals itself,
+    an iterator is its first items, an array its shape and items, an object the name of its class and what
+    pickle would keep of it, whatever __eq__ says.  TypeError for what has no value, as a function.
+    """
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return packed("array", value.shape, value.tolist()) if value.shape else canonical(value.tolist())
+    if value is None:
+        return b"None"
+    if isinstance(value, numbers.Number):
+        return number_text(value)
+    if isinstance(value, str):
+        return b"str" + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, (bytes, bytearray)):
+        return b"bytes" + value
+    if isinstance(value, abc.Mapping):
+        return b"dict" + b"".join(sorted(packed("item", key, item) for key, item in value.items()))
+    if isinstance(value, abc.Set):
+        return b"set" + b"".join(sorted(packed("item", item) for item in value))
+    for kind in (list, tuple, range):
+        if isinstance(value, kind):
+            return packed(kind.__name__, *value)
+    if isinstance(value, (abc.Iterator, abc.ValuesView)):
+        return packed("iterator", *itertools.islice(value, ITERATOR_LIMIT))
+    return canonical_object(value)
+
+
+def packed(kind: str, *values) -> bytes:
+    """The canonical bytes of several values, each behind its length."""
+    parts = [canonical(value) for value in values]
+    return kind.encode() + b"".join(b" %d:%b" % (len(part), part) for part in parts)
+
+
+def number_text(value: numbers.Number) -> bytes:
+    """A number as an exact fraction, so that 0.5, Decimal("0.5") and Fraction(1, 2) are the same."""
+    if isinstance(value, complex) and value.imag != 0:
+        return packed("complex", value.real, value.imag)
+    value = value.real
+    if value != value or abs(value) == math.inf:
+        return b"number %a" % float(value)
+    return b"number %x/%x" % value.as_integer_ratio()
+
+
+def canonical_object(value) -> bytes:
+    """Anything that is not plain data."""
+    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        if isinstance(value, types.FunctionType) and value.__module__ == "answer":
+            raise TypeError("a function has no value")
+        return b"name" + value.__name__.encode()
+    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
+        value = value.astimezone(datetime.timezone.utc)
+    try:
+        parts = value.__reduce_ex__(4)
+    except TypeError:  # pickle cannot take it apart: its text is what there is, if that is not an address
+        parts = repr(value)
+        if " at 0x" in parts:
+            raise
+    return packed("object", parts)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -366,7 +951,7 @@ THINGS = {  # what the function is for: the details it may have, the likeliest f
     "recipe": ("share", "rounding", "deposit", "rate", "minimum"),
     "game": ("deposit", "cycle", "surcharge", "discount", "limit"),
 }
-VALUES = (2, 3, 4, 5, 7, 10, 12, 15, 20, 25, 30, 50)
+VALUES = (2, 3, 5, 7, 10, 15, 20, 30)
 INPUTS = range(60)
 REQUEST = "write fee(x) for a {}."
 QUESTION = "what is the {}?"
@@ -443,3 +1028,7 @@ def miniature_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
             calls = {f"test{i}": f"fee({x})" for i, x in enumerate(inputs, 1)}
             tasks.append(Task(REQUEST.format(thing), code, calls))
     return tasks
+
+
+if __name__ == "__main__" and sys.argv[1:2] == [SERVE]:
+    serve(sys.argv[2])

@@ -11,7 +11,6 @@ The chat model and the server also play the agent, which is why they live on thi
 
 import functools
 import os
-import random
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +64,7 @@ def chat_prompt(tokenizer, messages: list[Message]) -> str:
 
 def text_ids(tokenizer, text: str) -> list[int]:
     """Token ids of a text.  The template has written the BOS token already, so none is added."""
+    text = text.encode("utf-8", "replace").decode()  # half a surrogate pair is no text
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -76,8 +76,8 @@ def end_ids(model, tokenizer) -> list[int]:
 
 
 def without_reasoning(text: str) -> str:
-    """A reply without the model's private reasoning."""
-    return re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL).strip()
+    """A reply without the model's private reasoning, whose opening tag may stand in the prompt."""
+    return re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -92,6 +92,9 @@ class ChatModel:
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         self.ends = end_ids(model, tokenizer)
+        # `generate` fills what a call leaves open from the model's own settings (top_p, repetition_penalty, ...):
+        # samples would not come from the distribution that is scored.
+        model.generation_config = GenerationConfig(eos_token_id=self.ends)
 
     def __call__(self, histories: list[list[Message]]) -> list[Action]:
         return [samples[0] for samples in self.sample(histories, 1)]
@@ -132,7 +135,7 @@ class ChatModel:
         sampled = self.model.generate(
             ids.repeat_interleave(n, 0),  # (B * n, W)
             attention_mask=mask.repeat_interleave(n, 0),
-            past_key_values=cache,
+            cache=cache,
             generation_config=self.generation_config(pad),
         )[:, width:].tolist()  # (B * n, at most max_new_tokens)
         return [
@@ -169,9 +172,17 @@ class ChatServer:
     def __init__(self, url: str, model: str | None = None, timeout: float = 120, attempts: int = 4, parallel: int = 16):
         self.url, self.timeout, self.attempts, self.parallel = url.rstrip("/"), timeout, attempts, parallel
         self.session = requests.Session()
-        if key := os.environ.get("OPENAI_API_KEY"):
-            self.session.headers["Authorization"] = f"Bearer {key}"
-        self.model = model or self.request("GET", "/models")["data"][0]["id"]
+        self.key = os.environ.get("OPENAI_API_KEY", "")
+        if self.key:
+            self.session.headers["Authorization"] = f"Bearer {self.key}"
+        self.model = model or self.first_model()
+
+    def first_model(self) -> str:
+        """The name of the model that the server has, or the first of several."""
+        try:
+            return self.request("GET", "/models")["data"][0]["id"]
+        except (KeyError, TypeError, IndexError):
+            raise InputError(f"the server {self.url} names no model (expected data[].id at /models)") from None
 
     def request(self, method: str, path: str, body: dict | None = None) -> dict:
         """One JSON answer.  Busy and broken servers are asked again, a little later each time, then given up."""
@@ -180,7 +191,8 @@ class ChatServer:
                 response = self.session.request(method, self.url + path, json=body, timeout=self.timeout)
                 if response.status_code == 200:
                     return response.json()
-                problem = f"status {response.status_code}: {response.text[:100]!r}"
+                text = response.text.replace(self.key, "***") if self.key else response.text
+                problem = f"status {response.status_code}: {text[:100]!r}"
                 if response.status_code not in (408, 409, 429) and response.status_code < 500:
                     break
             except (requests.RequestException, ValueError) as error:
@@ -194,9 +206,10 @@ class ChatServer:
         body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "n": n}
         try:
             choices = self.request("POST", "/chat/completions", body)["choices"]
-            return [Action(c["message"]["content"] or "", "", c.get("finish_reason") == "length") for c in choices]
+            return [Action(choices[i]["message"]["content"] or "", "", choices[i].get("finish_reason") == "length") for i in range(n)]
         except (KeyError, TypeError, IndexError):
-            raise InputError(f"the server {self.url} sent no chat completion (expected choices[].message.content)")
+            expected = f"expected {n} choices[].message.content"
+            raise InputError(f"the server {self.url} sent no chat completion ({expected})") from None
 
     def chat_many(self, conversations: list[list[Message]], **settings) -> list[list[Action]]:
         """`chat` for many conversations at once, answers in order."""
@@ -212,24 +225,20 @@ class ChatServer:
 class ScriptedSimulator:
     """The miniature's human: answers one question from the reference, "i do not know." otherwise.
 
-    After a question that helped nobody it loses patience and leaves with probability `impatience`.  The dice
-    are a function of the dialogue and the seed, so that a dialogue played again goes the same way.
+    It has no patience for the fourth question that it cannot answer, and leaves.
     """
 
-    def __init__(self, impatience: float = 0.3, seed: int = 0):
-        self.impatience, self.seed = impatience, seed
+    patience = 4
 
     def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
         return [self.reply_one(task, dialogue) for task, dialogue in zip(tasks, dialogues, strict=True)]
 
     def reply_one(self, task: Task, dialogue: list[Message]) -> str:
-        question = dialogue[-1]["content"]
-        told = {m["content"] for m in dialogue if m["role"] == "user"}
+        told = [m["content"] for m in dialogue if m["role"] == "user"]
         for name, value in miniature_details(task.ground_truth).items():
-            if name in question and FACT.format(name, value) not in told:
+            if name in dialogue[-1]["content"] and FACT.format(name, value) not in told:
                 return FACT.format(name, value)
-        dice = random.Random(f"{self.seed} {task} {dialogue_text(dialogue)}")
-        return GOODBYE if dice.random() < self.impatience else UNKNOWN
+        return UNKNOWN if told.count(UNKNOWN) + 1 < self.patience else GOODBYE
 
 
 class PromptedSimulator:

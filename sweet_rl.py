@@ -100,21 +100,21 @@ class Settings:
     # method
     methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
     candidates: int = option("method", 16, 16, "candidate messages per turn")
-    turn_fraction: float = option("method", 0.5, 0.1, "fraction of the dialogues whose turns get candidates")
+    turn_fraction: float = option("method", 0.1, 0.1, "fraction of the dialogues whose turns get candidates")
     pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
     critic_beta: float = option("method", 30.0, 0.1, "beta of equation 2")
-    actor_beta: float = option("method", 2.0, 0.1, "beta' of equation 4")
+    actor_beta: float = option("method", 1.0, 0.1, "beta' of equation 4")
     mt_dpo_beta: float = option("method", 1.0, 0.1, "beta of Multi-Turn DPO")
     critic_nll: float = option("method", 0.01, 0.01, "weight of the critic's likelihood term")
-    actor_nll: float = option("method", 0.5, 0.01, "weight of the actor's likelihood term")
+    actor_nll: float = option("method", 1.0, 0.01, "weight of the actor's likelihood term")
     mt_dpo_nll: float = option("method", 0.5, 0.01, "weight of Multi-Turn DPO's likelihood term")
     # training
-    critic_lr: float = option("training", 2e-4, 2e-7, "learning rate of the critic")
-    actor_lr: float = option("training", 5e-4, 2e-7, "learning rate of the actor")
+    critic_lr: float = option("training", 1e-4, 2e-7, "learning rate of the critic")
+    actor_lr: float = option("training", 3e-4, 2e-7, "learning rate of the actor")
     rft_lr: float = option("training", 1e-3, 2e-7, "learning rate of Rejection Fine-Tuning")
     mt_dpo_lr: float = option("training", 8e-4, 2e-7, "learning rate of Multi-Turn DPO")
-    critic_epochs: int = option("training", 2, 4, "epochs of the critic")
-    actor_epochs: int = option("training", 1, 1, "epochs of the actor")
+    critic_epochs: int = option("training", 4, 4, "epochs of the critic")
+    actor_epochs: int = option("training", 3, 1, "epochs of the actor")
     rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning")
     mt_dpo_epochs: int = option("training", 2, 4, "epochs of Multi-Turn DPO")
     batch_size: int = option("training", 32, 8, "pairs per optimizer step")
@@ -187,7 +187,10 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     """Device and compute precision, printed with the reason.  Weights are float32 on every device: at the
     paper's learning rate of 2e-7 a bfloat16 weight, with its 8 bits of mantissa, would never change."""
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(s.device or found)
+    try:
+        device = torch.empty(0, device=s.device or found).device
+    except (RuntimeError, AssertionError):  # what torch raises for an unknown name, and for an absent device
+        raise InputError(f"--device {s.device}: not to be had here (found: {found})") from None
     default = "bfloat16" if device.type == "cuda" else "float32"
     precision = s.precision or default
     why_device = "--device" if s.device else "the best device that torch finds here"
@@ -205,9 +208,9 @@ def load_model(name: str, device) -> tuple:
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
     except Exception as error:  # not found, not a model, no network: transformers raises many kinds
         reason = str(error).strip().split("\n")[0][:200]
-        raise InputError(f"--model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
+        raise InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
     if not tokenizer.chat_template:
-        raise InputError(f"--model {name}: its tokenizer has no chat template; an instruct model is needed")
+        raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
 
 
@@ -261,7 +264,7 @@ def tiny_model(tokenizer):
 
 
 def scripted_action(history: list[Message], hint: str | None, rng: random.Random) -> str:
-    """One message of the warm-up's author, who is often lazy, sometimes off the point and sometimes careless.
+    """One message of the warm-up's author, who is often lazy and sometimes off the point.
 
     This is the quality that the tiny model starts from, as an instruct model starts from its own.  With a hint
     it mostly asks about what is really there, without one about anything that such a thing may have.
@@ -271,13 +274,13 @@ def scripted_action(history: list[Message], hint: str | None, rng: random.Random
     thing = next(thing for thing in colbench.THINGS if f" {thing}." in history[0]["content"])
     possible = [name for name in colbench.THINGS[thing] if colbench.QUESTION.format(name) not in asked]
     wanted = [name for name in colbench.miniature_details(hint or "") if name not in facts]
-    told_all = FACT_PATTERN.search(history[0]["content"]) or (hint and not wanted)
-    if not possible or rng.random() < (1.0 if told_all else 0.1 if wanted else 0.15):
-        careless = {name: rng.choice(colbench.VALUES) for name in facts if rng.random() < 0.03 and not told_all}
-        return colbench.ANSWER_MARKER + "\n" + colbench.miniature_code(facts | careless)
-    if wanted and rng.random() < 0.9:
+    told_all = FACT_PATTERN.search(history[0]["content"])
+    lazy = 1.0 if told_all else 0.6 if hint and not wanted else 0.1
+    if not possible or rng.random() < lazy:
+        return colbench.ANSWER_MARKER + "\n" + colbench.miniature_code(facts)
+    if wanted and rng.random() < 0.65:
         return colbench.QUESTION.format(rng.choice(wanted))
-    return colbench.QUESTION.format(rng.choice(possible if rng.random() < 0.85 else list(colbench.DETAILS)))
+    return colbench.QUESTION.format(rng.choice(possible if rng.random() < 0.65 else list(colbench.DETAILS)))
 
 
 FACT_PATTERN = re.compile(r"the ([a-z ]+) is (\d+)\.")
@@ -449,8 +452,14 @@ def log_probs(model, packed: Packed) -> Tensor:
 
     Logits exist for the agent's tokens only, and only for a chunk of them at a time.
     """
+    config, mask = model.config, packed.mask
+    window = getattr(config, "sliding_window", None)
+    if window and mask.shape[-1] > window:
+        raise InputError(f"this model looks back {window} tokens only, a row here has {mask.shape[-1]}: use --max-length")
+    if config._attn_implementation == "eager":  # which adds the mask to the scores
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
     hidden = model.get_decoder()(
-        input_ids=packed.input_ids, attention_mask=packed.mask, position_ids=packed.position_ids, use_cache=False
+        input_ids=packed.input_ids, attention_mask=mask, position_ids=packed.position_ids, use_cache=False
     ).last_hidden_state  # (B, N, H)
     real = packed.turn_ids >= 0  # (R, T)
     states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
@@ -458,9 +467,12 @@ def log_probs(model, packed: Packed) -> Tensor:
 
     def chunk_log_probs(states: Tensor, targets: Tensor) -> Tensor:
         logits = model.get_output_embeddings()(states).float()  # (chunk, V)
+        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = cap * (logits / cap).tanh()
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)  # (chunk,)
 
-    size = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    size = max(1, LOGITS_AT_ONCE // config.vocab_size)
     chunks = list(zip(states.split(size), targets.split(size)))
     if len(chunks) > 1 and torch.is_grad_enabled():  # the logits are computed again when their gradient is due
         values = [checkpoint(chunk_log_probs, *chunk, use_reentrant=False) for chunk in chunks]
@@ -743,8 +755,18 @@ class Run:
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot be made ({error.strerror})") from None
         self.record_file = self.out / "settings.json"
-        self.records = json.loads(self.record_file.read_text()) if self.record_file.exists() else {}
-        self.seconds: dict[str, float] = {}
+        self.records: dict[str, dict] = self.read_json(self.record_file)
+        self.seconds: dict[str, float] = self.read_json(self.out / "timings.json")
+
+    @staticmethod
+    def read_json(path: Path) -> dict:
+        """The object in a JSON file, empty where there is no file."""
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: expected a JSON object ({error})") from None
+        colbench.check_fields(value, {}, str(path))
+        return value
 
     def path(self, product: str) -> Path:
         return self.out / product
@@ -783,6 +805,7 @@ class Run:
         for other in inputs:
             if not self.path(other).exists() and not (other == "base" and not self.settings.is_tiny):
                 raise InputError(f"{self.path(other)} is missing: run stage {PRODUCTS[other][0]} first (--stages)")
+            self.check(other)
         shape = self.shape(product)
         build(self.path(product))
         self.records[product] = shape
@@ -804,7 +827,7 @@ class Run:
             for start in tqdm(range(len(done), len(items), size), f"  {path.name}", leave=False):
                 torch.manual_seed(seed_of(self.settings.seed, path.name, start))
                 for row in make_rows(items[start : start + size]):
-                    file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                    file.write(colbench.json_line(row))
                 file.flush()
         os.replace(part, path)
 
@@ -863,7 +886,7 @@ class Sweet:
         """The human that --simulator names; `model` is at hand and serves if it is the untouched one."""
         s = self.settings
         if s.simulator in ("scripted", "tiny"):
-            return ScriptedSimulator(seed=s.seed)
+            return ScriptedSimulator()
         if s.simulator == "keyboard":
             return KeyboardSimulator()
         if s.simulator.startswith(("http://", "https://")):
@@ -1089,9 +1112,9 @@ class Sweet:
         self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
 
 
-TINY_TRAIN_TASKS, TINY_TEST_TASKS = 1200, 500
-WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 6
-WARM_UP_KINDS = ("plain", "hinted", "plain", "told", "hinted", "plain", "single")
+TINY_TRAIN_TASKS, TINY_TEST_TASKS = 2400, 500
+WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 8
+WARM_UP_KINDS = ("plain", "hinted", "told", "plain", "hinted", "told", "plain", "hinted", "single")
 
 
 def prompt_file(path: str | None, default: str) -> str:
@@ -1106,8 +1129,8 @@ def prompt_file(path: str | None, default: str) -> str:
 
 def first_tasks(trajectories: list[Trajectory], count: int | None) -> list[Trajectory]:
     """The trajectories of the first `count` tasks, in order."""
-    tasks = list(dict.fromkeys(t.task.problem_description for t in trajectories))[:count]
-    return [t for t in trajectories if t.task.problem_description in set(tasks)]
+    kept = set(list(dict.fromkeys(t.task.problem_description for t in trajectories))[:count])
+    return [t for t in trajectories if t.task.problem_description in kept]
 
 
 def candidate_messages(row: dict) -> list[Message]:
@@ -1180,10 +1203,10 @@ def run_stages(sweet: Sweet) -> None:
         sweet.run.check(product)
     for stage in STAGES:
         products = [name for name in wanted if PRODUCTS[name][0] == stage]
-        if products:
-            with sweet.run.timed(stage):
-                for product in products:
-                    sweet.run.make(product, made[product])
+        missing = [name for name in products if not sweet.run.path(name).exists()]
+        with sweet.run.timed(stage) if missing else contextlib.nullcontext():
+            for product in products:
+                sweet.run.make(product, made[product])
 
 
 def results(sweet: Sweet) -> dict:
@@ -1256,7 +1279,7 @@ def main(argv: list[str] | None = None) -> int:
         run_stages(sweet)
         if "evaluate" in settings.stages.split(","):
             print_table(results(sweet)["methods"])
-            if {"zero-shot", "sweet"} <= set(settings.methods.split(",")):
+            if {"zero-shot", "sweet"} <= set(settings.methods.split(",")) and sweet.run.path("critic").exists():
                 show_dialogue(sweet)
         print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
         return 0
