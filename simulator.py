@@ -9,6 +9,7 @@ Reading order
 The chat model and the server also play the agent, which is why they live on this side of sweet_rl.py.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -80,6 +81,17 @@ def without_reasoning(text: str) -> str:
     return re.sub(r"<think>.*?(</think>|$)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
 
 
+@contextlib.contextmanager
+def plain_settings(model):
+    """`generate` fills what a call leaves open from the model's own settings, top_p or repetition_penalty say;
+    samples would then not come from the distribution that is scored.  Here it finds nothing there."""
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
 # ---------------------------------------------------------------------------------------------------------
 # 2. ChatModel
 class ChatModel:
@@ -92,9 +104,6 @@ class ChatModel:
         self.model, self.tokenizer, self.system = model, tokenizer, system
         self.temperature, self.max_new_tokens, self.batch_size = temperature, max_new_tokens, batch_size
         self.ends = end_ids(model, tokenizer)
-        # `generate` fills what a call leaves open from the model's own settings (top_p, repetition_penalty, ...):
-        # samples would not come from the distribution that is scored.
-        model.generation_config = GenerationConfig(eos_token_id=self.ends)
 
     def __call__(self, histories: list[list[Message]]) -> list[Action]:
         return [samples[0] for samples in self.sample(histories, 1)]
@@ -132,12 +141,13 @@ class ChatModel:
                 logits_to_keep=1,
             ).past_key_values
             cache.batch_repeat_interleave(n)
-        sampled = self.model.generate(
-            ids.repeat_interleave(n, 0),  # (B * n, W)
-            attention_mask=mask.repeat_interleave(n, 0),
-            cache=cache,
-            generation_config=self.generation_config(pad),
-        )[:, width:].tolist()  # (B * n, at most max_new_tokens)
+        with plain_settings(self.model):
+            sampled = self.model.generate(
+                ids.repeat_interleave(n, 0),  # (B * n, W)
+                attention_mask=mask.repeat_interleave(n, 0),
+                cache=cache,
+                generation_config=self.generation_config(pad),
+            )[:, width:].tolist()  # (B * n, at most max_new_tokens)
         return [
             [self.action(prompt, tokens) for tokens in sampled[i * n : (i + 1) * n]] for i, prompt in enumerate(prompts)
         ]

@@ -31,7 +31,7 @@ def test_the_hub_is_asked_only_without_own_tasks():
 
 
 def test_every_function_named_in_the_readme_exists():
-    for owner, name in re.findall(r"`(colbench|Sweet|Encoder)\.(\w+)", README):
+    for owner, name in re.findall(r"`(colbench|Sweet|Encoder)\.(?!py)(\w+)", README):
         assert hasattr({"colbench": sweet_rl.colbench}.get(owner) or getattr(sweet_rl, owner), name), name
     for name in ("turn_advantages", "bradley_terry_loss", "dpo_loss", "pack", "log_probs"):
         assert f"`{name}`" in README and hasattr(sweet_rl, name)

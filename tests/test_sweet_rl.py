@@ -223,7 +223,7 @@ ARCHITECTURES = {
     "eager attention": dict(attention="eager"),  # adds its mask, where sdpa looks it up
     "qwen2": dict(kind="qwen2"),
     "qwen3": dict(kind="qwen3"),
-    "mistral with a sliding window": dict(kind="mistral", sliding_window=4),
+    "mistral within its sliding window": dict(kind="mistral", sliding_window=128),
     "granite scales its logits": dict(kind="granite", logits_scaling=4.0),
     "cohere scales its logits": dict(kind="cohere", logit_scale=0.25),
     "gemma2 caps its logits": dict(kind="gemma2", attention="eager", sliding_window=64, final_logit_softcapping=5.0),
@@ -235,6 +235,12 @@ ARCHITECTURES = {
 def test_packed_equals_plain_for_other_models(name):
     rng = random.Random(0)
     assert_same_log_probs(small_model(**ARCHITECTURES[name]), [random_tree(rng) for _ in range(4)])
+
+
+def test_a_row_beyond_a_sliding_window_is_refused():
+    model = small_model(kind="mistral", sliding_window=4)
+    with pytest.raises(InputError, match="looks back 4 tokens"):
+        log_probs(model, pack([random_tree(random.Random(0))]))
 
 
 def test_the_drawing():
