@@ -139,7 +139,7 @@ class ChatModel:
                 position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, :-1],
                 use_cache=True,
                 logits_to_keep=1,
-            ).past_key_values
+            ).cache
             cache.batch_repeat_interleave(n)
         with plain_settings(self.model):
             sampled = self.model.generate(

@@ -100,21 +100,21 @@ class Settings:
     # method
     methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
     candidates: int = option("method", 16, 16, "candidate messages per turn")
-    turn_fraction: float = option("method", 0.1, 0.1, "fraction of the dialogues whose turns get candidates")
+    turn_fraction: float = option("method", 0.5, 0.1, "fraction of the dialogues whose turns get candidates")
     pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
     critic_beta: float = option("method", 30.0, 0.1, "beta of equation 2")
-    actor_beta: float = option("method", 1.0, 0.1, "beta' of equation 4")
-    mt_dpo_beta: float = option("method", 1.0, 0.1, "beta of Multi-Turn DPO")
+    actor_beta: float = option("method", 0.2, 0.1, "beta' of equation 4")
+    mt_dpo_beta: float = option("method", 0.3, 0.1, "beta of Multi-Turn DPO")
     critic_nll: float = option("method", 0.01, 0.01, "weight of the critic's likelihood term")
     actor_nll: float = option("method", 1.0, 0.01, "weight of the actor's likelihood term")
     mt_dpo_nll: float = option("method", 0.5, 0.01, "weight of Multi-Turn DPO's likelihood term")
     # training
     critic_lr: float = option("training", 1e-4, 2e-7, "learning rate of the critic")
-    actor_lr: float = option("training", 3e-4, 2e-7, "learning rate of the actor")
+    actor_lr: float = option("training", 2e-4, 2e-7, "learning rate of the actor")
     rft_lr: float = option("training", 1e-3, 2e-7, "learning rate of Rejection Fine-Tuning")
     mt_dpo_lr: float = option("training", 8e-4, 2e-7, "learning rate of Multi-Turn DPO")
     critic_epochs: int = option("training", 4, 4, "epochs of the critic")
-    actor_epochs: int = option("training", 3, 1, "epochs of the actor")
+    actor_epochs: int = option("training", 1, 1, "epochs of the actor")
     rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning")
     mt_dpo_epochs: int = option("training", 2, 4, "epochs of Multi-Turn DPO")
     batch_size: int = option("training", 32, 8, "pairs per optimizer step")
@@ -951,7 +951,8 @@ class Sweet:
         s = self.settings
         source = s.train_tasks if split == "train" else s.tasks
         if source:
-            return colbench.load_tasks(source)[: s.num_tasks]
+            paper = 1000 if source == colbench.HUB_DATASET else None  # the paper's test tasks are the first 1,000
+            return colbench.load_tasks(source)[: s.num_tasks or paper]
         count = s.num_tasks or (TINY_TRAIN_TASKS if split == "train" else TINY_TEST_TASKS)
         return colbench.miniature_tasks(split, count, s.seed)
 
@@ -1112,8 +1113,8 @@ class Sweet:
         self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
 
 
-TINY_TRAIN_TASKS, TINY_TEST_TASKS = 2400, 500
-WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 8
+TINY_TRAIN_TASKS, TINY_TEST_TASKS = 800, 500
+WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 11
 WARM_UP_KINDS = ("plain", "hinted", "told", "plain", "hinted", "told", "plain", "hinted", "single")
 
 
