@@ -146,7 +146,8 @@ def parse_settings(argv: list[str]) -> Settings:
     for f in dataclasses.fields(Settings):
         m = f.metadata
         group = groups.setdefault(m["group"], parser.add_argument_group(m["group"]))
-        default = f"{m['tiny']}" if m["tiny"] == m["paper"] else f"{m['tiny']} tiny, {m['paper']} with --model"
+        defaults = [f"{m[key]} {who}" for key, who in (("tiny", "tiny"), ("paper", "with --model")) if m[key] is not None]
+        default = f"{m['tiny']}" if m["tiny"] == m["paper"] else ", ".join(defaults)
         group.add_argument(
             "--" + f.name.replace("_", "-"), type=f.type, choices=m.get("choices"), metavar=f.type.__name__.upper(),
             help=m["help"] + ("" if m["tiny"] is None and m["paper"] is None else f" ({default})").replace("%", "%%"),
@@ -202,7 +203,9 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
 def load_model(name: str, device) -> tuple:
     """(model, tokenizer) from a folder or the hub, weights in float32, from safetensors only, ready to score."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
@@ -956,6 +959,16 @@ class Sweet:
         count = s.num_tasks or (TINY_TRAIN_TASKS if split == "train" else TINY_TEST_TASKS)
         return colbench.miniature_tasks(split, count, s.seed)
 
+    def check_inputs(self) -> None:
+        """Read the user's files once before anything is trained: a fault in one is to show now, not in an hour."""
+        s, stages = self.settings, self.settings.stages.split(",")
+        if s.tasks and "evaluate" in stages:
+            self.tasks("test")
+        if s.trajectories and "collect" in stages:
+            colbench.load_trajectories(s.trajectories)
+        elif s.train_tasks and "collect" in stages:
+            self.tasks("train")
+
     # --- stage 2
     def pairs(self, path: Path) -> None:
         """For each task its first full success, if it has one, against every dialogue with a lower reward."""
@@ -1202,6 +1215,8 @@ def run_stages(sweet: Sweet) -> None:
     wanted, made = wanted_products(sweet.settings), builders(sweet)
     for product in wanted:
         sweet.run.check(product)
+    if not all(sweet.run.path(product).exists() for product in wanted):
+        sweet.check_inputs()
     for stage in STAGES:
         products = [name for name in wanted if PRODUCTS[name][0] == stage]
         missing = [name for name in products if not sweet.run.path(name).exists()]
@@ -1284,6 +1299,9 @@ def main(argv: list[str] | None = None) -> int:
                 show_dialogue(sweet)
         print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
         return 0
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from what is finished", file=sys.stderr)
+        return 130
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -42,3 +42,11 @@ def test_the_task_of_the_readme_loads_and_is_valid(tmp_path):
     (tmp_path / "tasks.jsonl").write_text(row)
     (task,) = load_tasks(str(tmp_path / "tasks.jsonl"))
     assert sweet_rl.colbench.unit_test_rewards([task], [task.ground_truth]) == [1.0]
+
+
+@pytest.mark.parametrize("flag", ["--tasks", "--train-tasks", "--trajectories"])
+def test_a_missing_file_is_noticed_before_anything_is_trained(flag, tmp_path, capsys):
+    assert sweet_rl.main([flag, str(tmp_path / "nope.jsonl"), "--out", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "nope.jsonl" in error and error.count("\n") == 1
+    assert not (tmp_path / "out" / "base").exists()

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 import colbench
 import sweet_rl
@@ -15,7 +16,14 @@ import sweet_rl
 missing = [name for name in ("COLBENCH_ROWS", "SMOLLM2") if name not in os.environ]
 pytestmark = pytest.mark.skipif(bool(missing), reason=f"{' and '.join(missing)} not set")
 
-SMALL = "--num-tasks 3 --max-turns 2 --max-new-tokens 48 --candidates 2 --pairs-per-turn 1 --turn-fraction 1 --dialogues 1"
+SMALL = "--num-tasks 3 --max-turns 2 --max-new-tokens 24 --candidates 2 --pairs-per-turn 1 --turn-fraction 0.5 --dialogues 1"
+
+
+@pytest.fixture(autouse=True)
+def all_cores():
+    torch.set_num_threads(os.cpu_count())
+    yield
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -43,10 +51,10 @@ def test_every_stage_with_the_model_as_agent_and_as_human(tmp_path, rows):
     colbench.save_trajectories(tmp_path / "offline.jsonl", dialogues(colbench.load_tasks(str(rows))[:3]))
     out = tmp_path / "out"
     command = f"--task backend --model {os.environ['SMOLLM2']} --tasks {rows} --trajectories {tmp_path}/offline.jsonl --out {out}"
-    epochs = "--critic-epochs 1 --actor-epochs 1 --rft-epochs 1 --mt-dpo-epochs 1"
+    epochs = "--critic-epochs 1 --actor-epochs 1 --methods zero-shot,sweet"
     assert sweet_rl.main(f"{command} {SMALL} {epochs}".split()) == 0
     methods = json.loads((out / "results.json").read_text())["methods"]
-    assert list(methods) == list(sweet_rl.METHODS) and all(figures["n"] == 3 for figures in methods.values())
+    assert list(methods) == ["zero-shot", "sweet"] and all(figures["n"] == 3 for figures in methods.values())
     stored = colbench.load_trajectories(out / "trajectories.jsonl")
     assert [t.reward for t in stored] == [1.0, 0.0] * 3
     for row in colbench.read_jsonl(out / "candidates.jsonl", {"candidates": list, "advantages": list}):
