@@ -454,7 +454,8 @@ def run_jobs(jobs: list[Job], timeout: float) -> dict[Job, list[str]]:
             idle.put(server)
 
     with contextlib.ExitStack() as servers, ThreadPoolExecutor(cores) as pool:
-        starts = [pool.submit(servers.enter_context, AnswerServer()) for _ in jobs[:cores]]
+        preload = "numpy.random" if any("numpy" in job.text for job in jobs) else ""
+        starts = [pool.submit(servers.enter_context, AnswerServer(preload)) for _ in jobs[:cores]]
         for start in starts:
             idle.put(start.result())
         return dict(zip(jobs, pool.map(run, jobs)))
@@ -462,6 +463,9 @@ def run_jobs(jobs: list[Job], timeout: float) -> dict[Job, list[str]]:
 
 class AnswerServer:
     """This side of a server.  The process is gone when the `with` ends, or when this process does."""
+
+    def __init__(self, preload: str = ""):
+        self.preload = preload  # a module that is loaded once, and not for each answer that wants it
 
     def __enter__(self) -> "AnswerServer":
         self.start()
@@ -475,7 +479,7 @@ class AnswerServer:
         self.folder = tempfile.TemporaryDirectory(prefix="answers-")
         self.control, theirs = socket.socketpair()
         self.control.settimeout(60)
-        command = [sys.executable, os.path.abspath(__file__), SERVE, self.folder.name]
+        command = [sys.executable, os.path.abspath(__file__), SERVE, self.folder.name, self.preload]
         with theirs:
             self.process = subprocess.Popen(command, stdin=theirs, env=SERVER_ENVIRONMENT, start_new_session=True)
         greeting = self.control.recv(4096)
@@ -546,7 +550,7 @@ MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 1 << 5, 1 << 12, 1 << 14
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 
 
-def serve(folder: str) -> None:
+def serve(folder: str, preload: str) -> None:
     """For each socket that comes in on stdin, fork; when told to, kill that fork and all it has started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     here = os.path.dirname(os.path.abspath(__file__))
@@ -554,8 +558,9 @@ def serve(folder: str) -> None:
     control = socket.socket(fileno=os.dup(0))
     pids, user, scratch, protections = isolate(folder)
     os.environ.update(HOME=scratch, TMPDIR=scratch)
-    with contextlib.suppress(ImportError):  # loaded once, and not for each answer that wants it
-        importlib.import_module("numpy.random")
+    with contextlib.suppress(ImportError):
+        if preload:
+            importlib.import_module(preload)
     list(run_calls("def f(): return 0", "f", ["f()"]))  # so that what is set up at first use is there
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -1031,4 +1036,4 @@ def miniature_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [SERVE]:
-    serve(sys.argv[2])
+    serve(*sys.argv[2:4])
