@@ -1292,6 +1292,7 @@ def main(argv: list[str] | None = None) -> int:
         why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
         print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
         sweet = Sweet(settings)
+        print(f"reward: {colbench.reward_protections()}")
         run_stages(sweet)
         if "evaluate" in settings.stages.split(","):
             print_table(results(sweet)["methods"])
