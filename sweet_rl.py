@@ -1286,6 +1286,7 @@ def show_dialogue(sweet: Sweet) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the program; returns the exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
     try:
         settings = parse_settings(sys.argv[1:] if argv is None else argv)
         start = time.time()
