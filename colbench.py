@@ -961,6 +961,7 @@ INPUTS = range(60)
 REQUEST = "write fee(x) for a {}."
 QUESTION = "what is the {}?"
 FACT = "the {} is {}."
+ENOUGH = " that is all."  # behind the last detail: from here on there is nothing left to ask
 UNKNOWN = "i do not know."
 
 

@@ -21,6 +21,7 @@ import torch
 from transformers import GenerationConfig
 
 from colbench import (
+    ENOUGH,
     FACT,
     GOODBYE,
     HUMAN_PROMPT,
@@ -235,20 +236,22 @@ class ChatServer:
 class ScriptedSimulator:
     """The miniature's human: answers one question from the reference, "i do not know." otherwise.
 
-    It has no patience for the fourth question that it cannot answer, and leaves.
+    It says when it has told everything, and has no patience for the third question that it cannot answer: it leaves.
     """
 
-    patience = 4
+    patience = 3
 
     def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
         return [self.reply_one(task, dialogue) for task, dialogue in zip(tasks, dialogues, strict=True)]
 
     def reply_one(self, task: Task, dialogue: list[Message]) -> str:
-        told = [m["content"] for m in dialogue if m["role"] == "user"]
-        for name, value in miniature_details(task.ground_truth).items():
-            if name in dialogue[-1]["content"] and FACT.format(name, value) not in told:
-                return FACT.format(name, value)
-        return UNKNOWN if told.count(UNKNOWN) + 1 < self.patience else GOODBYE
+        replies = [m["content"] for m in dialogue if m["role"] == "user"]
+        facts = {name: FACT.format(name, value) for name, value in miniature_details(task.ground_truth).items()}
+        untold = {name: fact for name, fact in facts.items() if not any(fact in reply for reply in replies)}
+        for name, fact in untold.items():
+            if name in dialogue[-1]["content"]:
+                return fact + (ENOUGH if len(untold) == 1 else "")
+        return UNKNOWN if replies.count(UNKNOWN) + 1 < self.patience else GOODBYE
 
 
 class PromptedSimulator:

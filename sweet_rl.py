@@ -100,7 +100,7 @@ class Settings:
     # method
     methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
     candidates: int = option("method", 16, 16, "candidate messages per turn")
-    turn_fraction: float = option("method", 0.5, 0.1, "fraction of the dialogues whose turns get candidates")
+    turn_fraction: float = option("method", 1.0, 0.1, "fraction of the dialogues whose turns get candidates")
     pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
     critic_beta: float = option("method", 30.0, 0.1, "beta of equation 2")
     actor_beta: float = option("method", 0.2, 0.1, "beta' of equation 4")
@@ -233,8 +233,8 @@ def tiny_phrases() -> list[str]:
     phrases = [part for text in (colbench.REQUEST, colbench.QUESTION, HINT) for part in re.split(r"\{\w*\}", text)]
     phrases += [colbench.FACT.format(name, value) for name, value in facts]
     phrases += ["\n    " + colbench.DETAILS[name].format(value) for name, value in facts]
-    phrases += [colbench.UNKNOWN, colbench.GOODBYE, TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, *colbench.THINGS, *colbench.DETAILS]
-    phrases += [colbench.ANSWER_MARKER + "\n", "def fee(x):", "\n    return x"]
+    phrases += [colbench.ENOUGH, colbench.UNKNOWN, colbench.GOODBYE, *colbench.THINGS, *colbench.DETAILS]
+    phrases += [TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, colbench.ANSWER_MARKER + "\n", "def fee(x):", "\n    return x"]
     return [phrase for phrase in dict.fromkeys(phrases) if phrase]
 
 
@@ -270,7 +270,8 @@ def scripted_action(history: list[Message], hint: str | None, rng: random.Random
     """One message of the warm-up's author, who is often lazy and sometimes off the point.
 
     This is the quality that the tiny model starts from, as an instruct model starts from its own.  With a hint
-    it mostly asks about what is really there, without one about anything that such a thing may have.
+    it mostly asks about what is really there, without one about anything that such a thing may have.  Even where
+    the human has told everything it often asks on.
     """
     facts = {name: int(value) for m in history if m["role"] == "user" for name, value in FACT_PATTERN.findall(m["content"])}
     asked = {m["content"] for m in history if m["role"] == "assistant"}
@@ -278,7 +279,7 @@ def scripted_action(history: list[Message], hint: str | None, rng: random.Random
     possible = [name for name in colbench.THINGS[thing] if colbench.QUESTION.format(name) not in asked]
     wanted = [name for name in colbench.miniature_details(hint or "") if name not in facts]
     told_all = FACT_PATTERN.search(history[0]["content"])
-    lazy = 1.0 if told_all else 0.6 if hint and not wanted else 0.1
+    lazy = 1.0 if told_all else 0.6 if history[-1]["content"].endswith(colbench.ENOUGH) else 0.1
     if not possible or rng.random() < lazy:
         return colbench.ANSWER_MARKER + "\n" + colbench.miniature_code(facts)
     if wanted and rng.random() < 0.65:
@@ -870,6 +871,8 @@ class Sweet:
         self.device, self.dtype = pick_device(settings)
         self.trainer = Trainer(settings, self.device, self.dtype)
         tiny = settings.is_tiny
+        if tiny:
+            torch.set_num_threads(1)  # on a model this small a second thread only waits
         self.system = prompt_file(settings.agent_prompt, TINY_PROMPT if tiny else colbench.AGENT_PROMPT)
         self.single_turn_system = TINY_SINGLE_TURN_PROMPT if tiny else colbench.SINGLE_TURN_PROMPT
         self.human_prompt = prompt_file(settings.human_prompt, colbench.HUMAN_PROMPT)
@@ -1126,7 +1129,7 @@ class Sweet:
         self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
 
 
-TINY_TRAIN_TASKS, TINY_TEST_TASKS = 800, 500
+TINY_TRAIN_TASKS, TINY_TEST_TASKS = 300, 500
 WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 11
 WARM_UP_KINDS = ("plain", "hinted", "told", "plain", "hinted", "told", "plain", "hinted", "single")
 

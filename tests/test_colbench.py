@@ -401,5 +401,6 @@ def test_one_question_reveals_one_detail():
                 {"role": "user", "content": task.problem_description},
                 {"role": "assistant", "content": colbench.QUESTION.format(name)},
             ]
-            told = colbench.FACT.format(name, details[name]) if name in details else colbench.UNKNOWN
+            fact = colbench.FACT.format(name, details.get(name)) + (colbench.ENOUGH if len(details) == 1 else "")
+            told = fact if name in details else colbench.UNKNOWN
             assert human.reply([task], [dialogue]) == [told]

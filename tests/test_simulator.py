@@ -45,7 +45,7 @@ def dialogue(*texts):
         (["what is the rate?"], "the rate is 3."),
         (["tell me the limit please"], "the limit is 20."),
         (["what are the limit and the rate?"], "the rate is 3."),  # one question reveals one detail
-        (["what are the limit and the rate?", "the rate is 3.", "what are the limit and the rate?"], "the limit is 20."),
+        (["what are the limit and the rate?", "the rate is 3.", "what are the limit and the rate?"], "the limit is 20. that is all."),
         (["what is the rate?", "the rate is 3.", "what is the rate?"], UNKNOWN),  # told already
         (["what is the surcharge?"], UNKNOWN),
         (["how are you?"], UNKNOWN),

@@ -278,7 +278,7 @@ def test_a_row_alone_and_padded_by_fifty():
         alone = log_probs(model, pack([[short]]))
         padded = log_probs(model, pack([[long], [short]]))
     assert pack([[long], [short]]).input_ids.shape[1] >= pack([[short]]).input_ids.shape[1] + 45
-    assert padded[1, :3].tolist() == pytest.approx(alone[0].tolist(), abs=1e-6)
+    assert padded[1, :3].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
     assert padded[1, 3] == 0
 
 
