@@ -381,36 +381,35 @@ class Packed:
     """B rows, each a prefix tree of at most N tokens, and the T agent tokens of each of R branches in them."""
 
     input_ids: Tensor  # (B, N)
-    position_ids: Tensor  # (B, N)
-    mask: Tensor  # (B, 1, N, N) bool: row i may look at column j
+    position_ids: Tensor | None  # (B, N); None: 0, 1, 2, ...
+    mask: Tensor | None  # (B, 1, N, N) bool: row i may look at column j; None: plain rows, which are causal
     source: Tensor  # (R, T) which of the B * N states predicts the token
     targets: Tensor  # (R, T) the agent's token
     turn_ids: Tensor  # (R, T) the turn whose action the token belongs to; -1 is padding
 
 
-def pack(groups: list[list[Branch]], device="cpu") -> Packed:
-    """Merge the branches of each group into one row; branches keep their order."""
+def pack(groups: list[list[Branch]], device="cpu", plain: bool = False) -> Packed:
+    """Merge the branches of each group into one row; branches keep their order.  `plain`: a row for every turn."""
     rows, sources, targets, turn_ids = [], [], [], []
     for group in groups:
-        tokens, parents, children = [], [], {}
+        rows.append(([], [], {}))
         for branch in group:
             source, target, turns = [], [], []
             for turn, (prompt, action) in enumerate(zip(branch.prompts, branch.actions, strict=True)):
-                path = insert(prompt + action, tokens, parents, children)
-                source += path[len(prompt) - 1 : -1]  # the state before a token predicts it
+                if plain and rows[-1][0]:
+                    rows.append(([], [], {}))
+                path = insert(prompt + action, *rows[-1])
+                source += [(len(rows) - 1, node) for node in path[len(prompt) - 1 : -1]]  # whose state predicts the next
                 target += action
                 turns += [turn] * len(action)
             sources.append(source), targets.append(target), turn_ids.append(turns)
-        rows.append((tokens, parents))
-    width = max(len(tokens) for tokens, _ in rows)
-    owner = [row for row, group in enumerate(groups) for _ in group]
-    sources = [[row * width + node for node in source] for row, source in zip(owner, sources)]
-    positions, mask = tree_masks([parents for _, parents in rows], width)
+    width = max(len(tokens) for tokens, _, _ in rows)
+    positions, mask = (None, None) if plain else tree_masks([parents for _, parents, _ in rows], width)
     return Packed(
-        pad([tokens for tokens, _ in rows], 0).to(device),
-        torch.from_numpy(positions).to(device),
-        torch.from_numpy(mask)[:, None].to(device),
-        pad(sources, 0).to(device),
+        pad([tokens for tokens, _, _ in rows], 0).to(device),
+        None if plain else torch.from_numpy(positions).to(device),
+        None if plain else torch.from_numpy(mask)[:, None].to(device),
+        pad([[row * width + node for row, node in source] for source in sources], 0).to(device),
         pad(targets, 0).to(device),
         pad(turn_ids, -1).to(device),
     )
@@ -458,13 +457,12 @@ def log_probs(model, packed: Packed) -> Tensor:
     """
     config, mask = model.config, packed.mask
     window = getattr(config, "sliding_window", None)
-    if window and mask.shape[-1] > window:
+    if window and mask is not None and mask.shape[-1] > window:
         raise InputError(f"this model looks back {window} tokens only, a row here has {mask.shape[-1]}: use --max-length")
-    if config._attn_implementation == "eager":  # which adds the mask to the scores
+    if mask is not None and config._attn_implementation == "eager":  # which adds the mask to the scores
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    hidden = model.get_decoder()(
-        input_ids=packed.input_ids, attention_mask=mask, position_ids=packed.position_ids, use_cache=False
-    ).last_hidden_state  # (B, N, H)
+    tree = {} if mask is None else {"attention_mask": mask, "position_ids": packed.position_ids}
+    hidden = model.get_decoder()(input_ids=packed.input_ids, use_cache=False, **tree).last_hidden_state  # (B, N, H)
     real = packed.turn_ids >= 0  # (R, T)
     states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
     targets = packed.targets[real]  # (tokens,)
@@ -483,6 +481,24 @@ def log_probs(model, packed: Packed) -> Tensor:
     else:
         values = [chunk_log_probs(*chunk) for chunk in chunks]
     return torch.zeros(real.shape, device=real.device).masked_scatter(real, torch.cat(values))
+
+
+@torch.no_grad()
+def takes_trees(model) -> bool:
+    """Whether a small tree gives the model the log-probs of plain rows: a recurrent one, Mamba say, reads no mask."""
+    training, branches = model.training, [Branch([[1, 2, 3]], [[4, 5, 6]]), Branch([[1, 2, 3]], [[7, 8, 9]])]
+    model.eval()
+    try:
+        plain = log_probs(model, pack([branches], model.device, plain=True))  # (2, 3)
+        try:
+            same = torch.allclose(log_probs(model, pack([branches], model.device)), plain, atol=1e-2)
+        except (TypeError, ValueError, RuntimeError, IndexError):  # no such argument, or a mask of another shape
+            same = False
+    finally:
+        model.train(training)
+    if not same:
+        print(f"  {type(model).__name__} cannot take a tree's mask: each candidate is computed with its whole history")
+    return same
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -623,7 +639,9 @@ class Trainer:
 
     def log_probs(self, model, examples: list[Example]) -> tuple[Tensor, Tensor]:
         """(log-probs, turn_ids) of all branches of the examples, (R, T) each."""
-        packed = pack([e.branches for e in examples], self.device)
+        if not hasattr(model, "takes_trees"):  # asked once
+            model.takes_trees = takes_trees(model)
+        packed = pack([e.branches for e in examples], self.device, plain=not model.takes_trees)
         with self.autocast():
             return log_probs(model, packed), packed.turn_ids
 

@@ -237,6 +237,24 @@ def test_packed_equals_plain_for_other_models(name):
     assert_same_log_probs(small_model(**ARCHITECTURES[name]), [random_tree(rng) for _ in range(4)])
 
 
+def test_a_recurrent_model_falls_back_to_plain_rows_and_says_so(capsys):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=50, hidden_size=32, num_hidden_layers=2, state_size=8, initializer_range=0.3)
+    config = AutoConfig.for_model("mamba", **sizes)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    branches = random_tree(random.Random(0)) + random_tree(random.Random(1))
+    with torch.no_grad():
+        found = [trainer().log_probs(model, [Example(branches)])[0] for _ in range(2)][1]
+    assert capsys.readouterr().out.count("MambaForCausalLM cannot take") == 1
+    for row, branch in zip(found, branches, strict=True):
+        wanted = slow_log_probs(model, branch)
+        assert row[: len(wanted)].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_model_that_takes_trees_is_packed_silently(capsys):
+    assert sweet_rl.takes_trees(small_model()) and not capsys.readouterr().out
+
+
 def test_a_row_beyond_a_sliding_window_is_refused():
     model = small_model(kind="mistral", sliding_window=4)
     with pytest.raises(InputError, match="looks back 4 tokens"):
