@@ -981,8 +981,10 @@ class Sweet:
         return colbench.miniature_tasks(split, count, s.seed)
 
     def check_inputs(self) -> None:
-        """Read the user's files once before anything is trained: a fault in one is to show now, not in an hour."""
+        """Read the user's files and ask the user's server before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
+        if s.simulator.startswith(("http://", "https://")) and {"collect", "evaluate"} & set(stages):
+            ChatServer(s.simulator, s.server_model)
         if s.tasks and "evaluate" in stages:
             self.tasks("test")
         if s.trajectories and "collect" in stages:
