@@ -1075,18 +1075,22 @@ class Sweet:
 
         self.run.rows_by_batch(path, turns, max(1, s.generate_batch // s.candidates), rows)
 
-    @torch.no_grad()
     def score(self, critic, reference, encoder: Encoder, rows: list[dict]) -> list[list[float]]:
-        """Equation 3 for every candidate of every row, critic and reference both with c."""
+        """The advantage of every candidate of every row."""
         examples = [
             Example(encoder.candidates(row["messages"], candidate_messages(row), row["ground_truth"])) for row in rows
         ]
-        scores: list[list[float]] = []
+        return [[turns[0] for turns in branches] for branches in self.advantages(critic, reference, examples)]
+
+    @torch.no_grad()
+    def advantages(self, critic, reference, examples: list[Example]) -> list[list[list[float]]]:
+        """Equation 3 for every turn of every branch of every example, critic and reference both with c."""
+        scores: list[list[list[float]]] = []
         for batch in micro_batches(examples, self.settings.micro_batch):
-            logps, turn_ids = self.trainer.log_probs(critic, batch)  # (R, T), one turn a row
+            logps, turn_ids = self.trainer.log_probs(critic, batch)  # (R, T)
             ref_logps, _ = self.trainer.log_probs(reference, batch)  # (R, T)
-            advantages = iter(turn_advantages(logps, ref_logps, turn_ids)[:, 0].tolist())
-            scores += [[next(advantages) for _ in example.branches] for example in batch]
+            rows = iter(turn_advantages(logps, ref_logps, turn_ids).tolist())  # R lists of turns
+            scores += [[next(rows) for _ in example.branches] for example in batch]
         return scores
 
     # --- stage 5
@@ -1147,6 +1151,22 @@ class Sweet:
         agent = self.agent(model, tokenizer, temperature, self.single_turn_system if single else None)
         human = self.human(product, model, tokenizer)
         self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
+
+    def scored_dialogues(self, trajectories: list[Trajectory]) -> list[dict]:
+        """What there is to show of each dialogue; with a critic, each agent message has its advantage."""
+        scores = [[[None] * len(t.turns)] for t in trajectories]
+        if self.run.path("critic").exists():
+            reference, _, encoder = self.model("base")
+            branches = [encoder.dialogue(self.with_system(t.dialogue), t.task.ground_truth) for t in trajectories]
+            scores = self.advantages(self.model("critic")[0], reference, [Example([branch]) for branch in branches])
+        shown = []
+        for trajectory, (turns,) in zip(trajectories, scores, strict=True):
+            messages, advantages = colbench.visible(trajectory.dialogue), iter(turns)
+            for message in messages:
+                if message["role"] == "assistant":
+                    message["advantage"] = next(advantages)
+            shown.append({"reward": trajectory.reward, "answer": trajectory.answer, "dialogue": messages})
+        return shown
 
 
 TINY_TRAIN_TASKS, TINY_TEST_TASKS = 300, 500
@@ -1277,35 +1297,91 @@ def print_table(methods: dict) -> None:
         )
 
 
-def show_dialogue(sweet: Sweet) -> None:
-    """The first held-out task that SWEET-RL solves and zero-shot does not (else the first), turn by turn."""
+def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:
+    """The first `count` held-out tasks as zero-shot and as SWEET-RL played them, if both did, to be shown.
+
+    The first that SWEET-RL solves and zero-shot does not is marked, and is among them wherever it stands.
+    """
+    if not {"zero-shot", "sweet"} <= set(sweet.settings.methods.split(",")):
+        return []
     before, after = (
         colbench.load_trajectories(sweet.run.path(f"eval_{method}.jsonl")) for method in ("zero-shot", "sweet")
     )
-    better = [i for i, (b, a) in enumerate(zip(before, after)) if a.reward == 1.0 and b.reward != 1.0]
-    index = better[0] if better else 0
-    reference, _, encoder = sweet.model("base")
-    critic = sweet.model("critic")[0]
-    chosen = "the first that SWEET-RL solves and zero-shot does not" if better else "the first"
-    print(f"\nheld-out task {index + 1} ({chosen}); [A] is the critic's advantage of the turn")
-    for name, trajectory in (("before", before[index]), ("after", after[index])):
-        rows = [
-            {
-                "messages": sweet.with_system(turn.history),
-                "candidates": [turn.action.get("output", turn.action["content"])],
-                "truncated": [turn.action.get("truncated", False)],
-                "ground_truth": trajectory.task.ground_truth,
-            }
-            for turn in trajectory.turns
-        ]
-        advantages = iter(sweet.score(critic, reference, encoder, rows))
-        print(f"\n--- {name} training: reward {trajectory.reward}")
-        for message in trajectory.dialogue:
+    better = [i for i, (b, a) in enumerate(zip(before, after)) if a.reward == 1.0 and b.reward != 1.0][:1]
+    indices = sorted({*range(min(count, len(before))), *better})
+    sides = iter(sweet.scored_dialogues([side[i] for i in indices for side in (before, after)]))
+    return [
+        {
+            "task": i + 1,
+            "first_better": i in better,
+            "reference": before[i].task.ground_truth,
+            "before": next(sides),
+            "after": next(sides),
+        }
+        for i in indices
+    ]
+
+
+def show_dialogue(rows: list[dict]) -> None:
+    """The first held-out task that SWEET-RL solves and zero-shot does not (else the first), turn by turn."""
+    row = next((row for row in rows if row["first_better"]), rows[0])
+    chosen = "the first that SWEET-RL solves and zero-shot does not" if row["first_better"] else "the first"
+    print(f"\nheld-out task {row['task']} ({chosen}); [A] is the critic's advantage of the turn")
+    for name in ("before", "after"):
+        print(f"\n--- {name} training: reward {row[name]['reward']}")
+        for message in row[name]["dialogue"]:
             agent = message["role"] == "assistant"
-            score = f"[{next(advantages)[0]:+.2f}]" if agent else ""
+            score = f"[{message['advantage']:+.2f}]" if agent else ""
             text = message["content"].replace("\n", "\n                 ")
             print(f"{score:8s} {'agent' if agent else 'human'}:  {text}")
-    print("\nreference:\n    " + before[index].task.ground_truth.replace("\n", "\n    "))
+    print("\nreference:\n    " + row["reference"].replace("\n", "\n    "))
+
+
+def training_curves(rows: list[dict], points: int = 200) -> dict[str, dict[str, list[float]]]:
+    """{run: {metric: values}}, at most `points` of each, a value the mean over consecutive steps."""
+    runs: dict[str, list[dict]] = {}
+    for row in rows:
+        runs.setdefault(row["run"], []).append(row)
+    curves = {}
+    for run, history in runs.items():
+        size = math.ceil(len(history) / points)
+        parts = [history[i : i + size] for i in range(0, len(history), size)]
+        curves[run] = {k: [sum(row[k] for row in part) / len(part) for part in parts] for k in history[0] if k != "run"}
+    return curves
+
+
+def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int = 20) -> None:
+    """report.html, one page that needs nothing else: assets/report.html with the run's data in it."""
+
+    def rows(name: str, fields: dict[str, type]) -> list[dict]:
+        path = sweet.run.path(name)
+        return colbench.read_jsonl(path, fields) if path.exists() else []
+
+    shaping = [f.name for f in dataclasses.fields(Settings) if f.metadata["group"] != "machine"]
+    data = {
+        "settings": {name: getattr(sweet.settings, name) for name in shaping},
+        "methods": methods,
+        "curves": training_curves(rows("metrics.jsonl", {"run": str})),
+        "dialogues": dialogues,
+        "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],
+    }
+    path, template = sweet.run.path("report.html"), Path(__file__).parent / "assets" / "report.html"
+    page = fill_report(template.read_text(encoding="utf-8"), data)
+    path.with_name("report.html.tmp").write_text(page, encoding="utf-8")
+    os.replace(path.with_name("report.html.tmp"), path)
+
+
+def fill_report(template: str, data: dict) -> str:
+    """The template with the data as JSON, in which a text can neither close its element nor run.
+
+    Numbers are cut to four digits; NaN and infinity, which JSON has no word for, become null.
+    """
+    data = json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.4g}"), parse_constant=lambda _: None)
+    text = json.dumps(data)
+    for char in "<>&":
+        text = text.replace(char, f"\\u{ord(char):04x}")
+    nonce = hashlib.sha256(text.encode()).hexdigest()  # what only the page's own script can name
+    return colbench.fill(template, nonce=nonce, data=text)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -1318,10 +1394,13 @@ def main(argv: list[str] | None = None) -> int:
         sweet = Sweet(settings)
         print(f"reward: {colbench.reward_protections()}")
         run_stages(sweet)
+        methods, dialogues = {}, []
         if "evaluate" in settings.stages.split(","):
-            print_table(results(sweet)["methods"])
-            if {"zero-shot", "sweet"} <= set(settings.methods.split(",")) and sweet.run.path("critic").exists():
-                show_dialogue(sweet)
+            methods, dialogues = results(sweet)["methods"], before_and_after(sweet)
+            print_table(methods)
+            if dialogues and sweet.run.path("critic").exists():
+                show_dialogue(dialogues)
+        write_report(sweet, methods, dialogues)
         print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
         return 0
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ import math
 import random
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -934,7 +935,7 @@ TASKS = [Task(t.problem_description, t.ground_truth + f"  # {SENTINEL}", t.test_
 SMOKE = ["--device", "cpu", "--num-tasks", "3", "--candidates", "4", "--turn-fraction", "0.5", "--max-new-tokens", "8",
          "--critic-epochs", "1", "--rft-epochs", "1", "--mt-dpo-epochs", "1", "--max-turns", "3"]  # fmt: skip
 MADE = {"base", "trajectories.jsonl", "trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft",
-        "mt-dpo", "metrics.jsonl", "results.json", "timings.json", "settings.json"}  # fmt: skip
+        "mt-dpo", "metrics.jsonl", "results.json", "timings.json", "settings.json", "report.html"}  # fmt: skip
 EVALS = {f"eval_{method}{greedy}.jsonl" for method in METHODS for greedy in ("", "_greedy")}
 MODELS = ("base", "critic", "actor", "rft", "mt-dpo")
 
@@ -1010,8 +1011,8 @@ def rerun(finished, tmp_path, capsys):
 
 
 def digests(folder) -> dict[str, str]:
-    """What is in a folder, but for the times."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "timings.json"]
+    """What is in a folder, but for the times and the report, which every run writes anew."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("timings.json", "report.html")]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
@@ -1024,7 +1025,7 @@ def test_the_smoke_run_makes_every_file(finished):
     assert {path.name for path in finished["out"].iterdir()} == MADE | EVALS
     assert set(json.loads((finished["out"] / "timings.json").read_text())) == set(STAGES)
     assert set(json.loads((finished["out"] / "settings.json").read_text())) == (MADE | EVALS) - {
-        "metrics.jsonl", "results.json", "timings.json", "settings.json"
+        "metrics.jsonl", "results.json", "timings.json", "settings.json", "report.html"
     }  # fmt: skip
 
 
@@ -1173,7 +1174,7 @@ def test_settings_that_shape_no_file_are_free_to_change(rerun, flags):
 
 
 OWN_PAIR = {"prompt": [SYSTEM, REQUEST], "chosen": [agent("what is the rate?")], "rejected": [agent("hello")]}
-ONLY_BASE = sorted((MADE | EVALS) - {"base", "settings.json", "timings.json", "turn_pairs.jsonl"})
+ONLY_BASE = sorted((MADE | EVALS) - {"base", "settings.json", "timings.json", "turn_pairs.jsonl", "report.html"})
 
 
 def test_a_file_put_there_by_hand_is_used(rerun):
@@ -1227,8 +1228,123 @@ def test_a_real_model_folder_goes_the_same_way(finished, tmp_path, human):
     argv = ["--model", finished["out"] / "base", "--tasks", tasks, "--num-tasks", "1", "--dialogues", "2", "--max-turns", "2"]
     argv += ["--max-new-tokens", "8", "--device", "cpu", "--stages", "collect", "--out", tmp_path / "out", *human]
     assert main([str(word) for word in argv]) == 0
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"trajectories.jsonl", "settings.json", "timings.json"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "trajectories.jsonl", "settings.json", "timings.json", "report.html"
+    }  # fmt: skip
     assert [t.task for t in colbench.load_trajectories(tmp_path / "out" / "trajectories.jsonl")] == TASKS[:1] * 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The report
+def report_data(page: str) -> dict:
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1])
+
+
+def test_the_report_holds_the_run(finished):
+    """Table, curves, both dialogues of each task with an advantage a turn, ranked candidates; no path of this machine."""
+    page = (finished["out"] / "report.html").read_text()
+    data = report_data(page)
+    results = json.loads((finished["out"] / "results.json").read_text())["methods"]
+    assert {name: f["n"] for name, f in data["methods"].items()} == {name: 3 for name in results}
+    assert set(data["curves"]) == {"warm-up", "critic", "actor", "rft", "mt-dpo"}
+    assert [row["task"] for row in data["dialogues"]] == [1, 2, 3] and "out" not in data["settings"]
+    for side, method in (("before", "zero-shot"), ("after", "sweet")):
+        played = colbench.load_trajectories(finished["out"] / f"eval_{method}.jsonl")
+        for row, trajectory in zip(data["dialogues"], played, strict=True):
+            assert row["reference"] == trajectory.task.ground_truth and row[side]["answer"] == trajectory.answer
+            for shown, message in zip(row[side]["dialogue"], trajectory.dialogue, strict=True):
+                assert shown["content"] == message["content"]
+                assert isinstance(shown.get("advantage"), float) == (message["role"] == "assistant")
+    assert len(data["turns"]) == 6 and len(data["turns"][0]["candidates"]) == 4
+    printed = float(re.search(r"\[([+-]\d+\.\d\d)\] +agent:", finished["printed"])[1])
+    row = next((row for row in data["dialogues"] if row["first_better"]), data["dialogues"][0])
+    assert row["before"]["dialogue"][1]["advantage"] == pytest.approx(printed, abs=0.006)
+
+
+def test_a_dialogue_scored_whole_and_turn_by_turn(sweet, monkeypatch, model, tokenizer, encoder):
+    """What the report shows of a turn is what `score` gives to it as a candidate."""
+    models = {"critic": model, "base": small_reference(model)}
+    monkeypatch.setattr(sweet, "model", lambda product: (models[product], tokenizer, encoder))
+    dialogues = [
+        played(Task("write fee(x) for a taxi.", CODE), "what?", "the rate is 3.", "ok then"),
+        played(Task("t", "c"), "x"),
+    ]
+    assert [m.get("advantage") for m in sweet.scored_dialogues(dialogues)[0]["dialogue"]] == [None] * 4  # no critic yet
+    sweet.run.path("critic").mkdir()
+    for trajectory, shown in zip(dialogues, sweet.scored_dialogues(dialogues), strict=True):
+        rows = [
+            {
+                "messages": sweet.with_system(turn.history),
+                "candidates": [turn.action["content"]],
+                "ground_truth": trajectory.task.ground_truth,
+            }
+            for turn in trajectory.turns
+        ]
+        wanted = [score for (score,) in sweet.score(*models.values(), encoder, rows)]
+        assert [m["advantage"] for m in shown["dialogue"][1::2]] == pytest.approx(wanted, abs=1e-5) and wanted[0] != 0
+
+
+def test_a_curve_has_at_most_so_many_points():
+    rows = [{"run": "a", "step": i, "loss": 2.0 * i} for i in range(1, 6)] + [{"run": "b", "step": 1, "nll": 3.0}]
+    curves = sweet_rl.training_curves(rows, points=3)
+    assert curves == {"a": {"step": [1.5, 3.5, 5.0], "loss": [3.0, 7.0, 10.0]}, "b": {"step": [1.0], "nll": [3.0]}}
+
+
+HOSTILE = [
+    "</script><script>document.title = 'ran'</script>",
+    "<!--<script>",
+    "<img src=x onerror=\"document.title = 'ran'\">",
+    "{nonce} {data}",
+    "\u2028 & \ud800",
+]
+
+
+def hostile_page() -> str:
+    """A report in which every text is hostile."""
+    figures = {"success": 0.5, "success_interval": [0.4, 0.6], "tests_passed": 0.5, "tests_passed_interval": [0.4, 0.6], "n": 3}
+    text = " ".join(HOSTILE)
+    side = {"reward": 0.5, "answer": text, "dialogue": [user(text), agent(text, advantage=float("nan")), agent(text, advantage=-1.0)]}
+    data = {
+        "settings": {"task": text, "model": text, "seed": 0},
+        "methods": {text: figures | {"greedy": figures}},
+        "curves": {text: {"step": [1, 2], "loss": [float("inf"), 0.123456], text: [1.0, 1.0]}},
+        "dialogues": [{"task": 1, "first_better": True, "reference": text, "before": side, "after": side}],
+        "turns": [{"messages": [user(text)], "candidates": [text] * 2, "advantages": [1.0, 2.0], "ground_truth": text}],
+    }
+    template = (Path(sweet_rl.__file__).parent / "assets" / "report.html").read_text()
+    return sweet_rl.fill_report(template, data)
+
+
+def test_what_a_model_wrote_cannot_leave_its_element():
+    page, plain = hostile_page(), (Path(sweet_rl.__file__).parent / "assets" / "report.html").read_text()
+    for char in "<>":
+        assert page.count(char) == plain.count(char)
+    data = report_data(page)
+    assert data["dialogues"][0]["reference"] == " ".join(HOSTILE)
+    assert data["curves"][" ".join(HOSTILE)]["loss"] == [None, 0.1235]
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval|https?://(?!www\.w3\.org/2000/svg)", plain)
+    assert "default-src 'none'" in plain and "unsafe-inline" not in plain
+
+
+def test_a_browser_runs_nothing_of_it(tmp_path):
+    sync_api = pytest.importorskip("playwright.sync_api")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if not browser:
+        pytest.skip("no chromium here")
+    (tmp_path / "report.html").write_text(hostile_page(), encoding="utf-8")
+    with sync_api.sync_playwright() as playwright:
+        page = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        problems, asked = [], []
+        page.on("console", lambda message: problems.append(message.text))
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto((tmp_path / "report.html").as_uri())
+        assert page.title() == "SWEET-RL: report of a run" and page.locator("img").count() == 0
+        assert (problems, len(asked)) == ([], 1)
+        assert page.locator("pre").first.text_content().startswith(HOSTILE[0])
+        assert page.locator("polyline").count() == 2 and page.locator("script").count() == 2
+        scores = [float(text) for text in page.locator(".message span").all_text_contents()]
+        assert scores == [-1.0, -1.0, 2.0, 1.0]  # both dialogues, then the candidates from the best on
 
 
 # ---------------------------------------------------------------------------------------------------------
