@@ -52,7 +52,7 @@ def plain_log_probs(model, rows: list[Branch]) -> tuple[torch.Tensor, torch.Tens
 
 
 def train(model, packed: bool, count: int) -> list[float]:
-    """Reference log-probs, forward and backward of a DPO step on 4 pairs of one turn; per-branch gradient check."""
+    """Reference log-probs, forward and backward of a DPO step on 4 pairs of one turn: the loss, then each gradient's norm."""
     trainer, rows = Trainer(SimpleNamespace(micro_batch=count), torch.device("cpu"), torch.float32), branches(count, 40000)
     objective = dpo_objective(beta=0.1, nll_weight=0.1)
     model.train()
