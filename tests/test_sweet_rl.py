@@ -290,14 +290,14 @@ def test_each_shared_token_is_computed_once():
 
 def test_a_row_alone_and_padded_by_fifty():
     """Next to a longer row, also where pad token == end token: pads are known by length, not by id."""
-    model = small_model()
+    model = small_model().double()  # or rounding alone reaches the bound on some CPUs
     short = Branch([[0, 1, 5]], [[0, 3, 1]])  # its first token is the padding's id
     long = Branch([list(range(2, 50)) + [2, 3, 4]], [[9, 1, 0, 0]])
     with torch.no_grad():
         alone = log_probs(model, pack([[short]]))
         padded = log_probs(model, pack([[long], [short]]))
     assert pack([[long], [short]]).input_ids.shape[1] >= pack([[short]]).input_ids.shape[1] + 45
-    assert padded[1, :3].tolist() == pytest.approx(alone[0].tolist(), abs=1e-5)
+    assert padded[1, :3].tolist() == pytest.approx(alone[0].tolist(), abs=1e-6)
     assert padded[1, 3] == 0
 
 
