@@ -153,11 +153,16 @@ def read_jsonl(path, fields: dict[str, type], check: Callable[[dict, str], None]
     return rows
 
 
-def write_jsonl(path, rows: list[dict]) -> None:
-    """Write all rows aside, then rename: a reader sees the whole file or none."""
+def write_whole(path, data: bytes) -> None:
+    """Write aside, then rename: a reader sees the whole file or none."""
     aside = Path(f"{path}.tmp")
-    aside.write_bytes(b"".join(map(json_line, rows)))
+    aside.write_bytes(data)
     os.replace(aside, path)
+
+
+def write_jsonl(path, rows: list[dict]) -> None:
+    """Write all rows, one a line."""
+    write_whole(path, b"".join(map(json_line, rows)))
 
 
 def json_line(row: dict) -> bytes:

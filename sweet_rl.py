@@ -27,6 +27,7 @@ critic's loss sums per-turn means (not one mean over the dialogue), and scoring 
 import argparse
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -404,11 +405,12 @@ def pack(groups: list[list[Branch]], device="cpu", plain: bool = False) -> Packe
                 turns += [turn] * len(action)
             sources.append(source), targets.append(target), turn_ids.append(turns)
     width = max(len(tokens) for tokens, _, _ in rows)
-    positions, mask = (None, None) if plain else tree_masks([parents for _, parents, _ in rows], width)
+    arrays = () if plain else tree_masks([parents for _, parents, _ in rows], width)
+    positions, mask = [torch.from_numpy(array).to(device) for array in arrays] or (None, None)
     return Packed(
         pad([tokens for tokens, _, _ in rows], 0).to(device),
-        None if plain else torch.from_numpy(positions).to(device),
-        None if plain else torch.from_numpy(mask)[:, None].to(device),
+        positions,
+        mask,
         pad([[row * width + node for row, node in source] for source in sources], 0).to(device),
         pad(targets, 0).to(device),
         pad(turn_ids, -1).to(device),
@@ -429,7 +431,7 @@ def insert(sequence: list[int], tokens: list[int], parents: list[int], children:
 
 
 def tree_masks(all_parents: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Depth (B, N) of each node, and who sees whom (B, N, N): a node its ancestors and itself."""
+    """Depth (B, N) of each node, and who sees whom (B, 1, N, N): a node its ancestors and itself."""
     depth = np.zeros((len(all_parents), width), dtype=np.int64)
     sees = np.zeros((len(all_parents), width, width), dtype=bool)
     sees[:, range(width), range(width)] = True  # padding too, or its softmax would be over nothing
@@ -438,7 +440,7 @@ def tree_masks(all_parents: list[list[int]], width: int) -> tuple[np.ndarray, np
             if parent >= 0:
                 depth[row, node] = depth[row, parent] + 1
                 sees[row, node, : parent + 1] = sees[row, parent, : parent + 1]
-    return depth, sees
+    return depth, sees[:, None]
 
 
 def pad(rows: list[list[int]], value: int) -> Tensor:
@@ -455,14 +457,10 @@ def log_probs(model, packed: Packed) -> Tensor:
 
     Logits exist for the agent's tokens only, and only for a chunk of them at a time.
     """
-    config, mask = model.config, packed.mask
-    window = getattr(config, "sliding_window", None)
-    if window and mask is not None and mask.shape[-1] > window:
-        raise InputError(f"this model looks back {window} tokens only, a row here has {mask.shape[-1]}: use --max-length")
-    if mask is not None and config._attn_implementation == "eager":  # which adds the mask to the scores
-        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
-    tree = {} if mask is None else {"attention_mask": mask, "position_ids": packed.position_ids}
-    hidden = model.get_decoder()(input_ids=packed.input_ids, use_cache=False, **tree).last_hidden_state  # (B, N, H)
+    config = model.config
+    hidden = model.get_decoder()(
+        input_ids=packed.input_ids, use_cache=False, **tree_arguments(config, packed)
+    ).last_hidden_state  # (B, N, H)
     real = packed.turn_ids >= 0  # (R, T)
     states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
     targets = packed.targets[real]  # (tokens,)
@@ -483,19 +481,27 @@ def log_probs(model, packed: Packed) -> Tensor:
     return torch.zeros(real.shape, device=real.device).masked_scatter(real, torch.cat(values))
 
 
+def tree_arguments(config, packed: Packed) -> dict[str, Tensor]:
+    """What a model has to be told of a tree; of plain rows, nothing."""
+    if packed.mask is None:
+        return {}
+    mask, window = packed.mask, getattr(config, "sliding_window", None)
+    if window and mask.shape[-1] > window:
+        raise InputError(f"this model looks back {window} tokens only, a row here has {mask.shape[-1]}: use --max-length")
+    if config._attn_implementation == "eager":  # which adds the mask to the scores
+        mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
+    return {"attention_mask": mask, "position_ids": packed.position_ids}
+
+
 @torch.no_grad()
 def takes_trees(model) -> bool:
     """Whether a small tree gives the model the log-probs of plain rows: a recurrent one, Mamba say, reads no mask."""
     training, branches = model.training, [Branch([[1, 2, 3]], [[4, 5, 6]]), Branch([[1, 2, 3]], [[7, 8, 9]])]
     model.eval()
-    try:
-        plain = log_probs(model, pack([branches], model.device, plain=True))  # (2, 3)
-        try:
-            same = torch.allclose(log_probs(model, pack([branches], model.device)), plain, atol=1e-2)
-        except (TypeError, ValueError, RuntimeError, IndexError):  # no such argument, or a mask of another shape
-            same = False
-    finally:
-        model.train(training)
+    plain, same = log_probs(model, pack([branches], model.device, plain=True)), False  # (2, 3)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError, IndexError):  # no such argument, or another shape
+        same = torch.allclose(log_probs(model, pack([branches], model.device)), plain, atol=1e-2)
+    model.train(training)
     if not same:
         print(f"  {type(model).__name__} cannot take a tree's mask: each candidate is computed with its whole history")
     return same
@@ -776,8 +782,7 @@ class Run:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"--out {self.out}: cannot be made ({error.strerror})") from None
-        self.record_file = self.out / "settings.json"
-        self.records: dict[str, dict] = self.read_json(self.record_file)
+        self.records: dict[str, dict] = self.read_json(self.out / "settings.json")
         self.seconds: dict[str, float] = self.read_json(self.out / "timings.json")
 
     @staticmethod
@@ -789,6 +794,10 @@ class Run:
             raise InputError(f"{path}: expected a JSON object ({error})") from None
         colbench.check_fields(value, {}, str(path))
         return value
+
+    def write_json(self, name: str, value: dict) -> None:
+        """An object as a file of the run."""
+        colbench.write_whole(self.path(name), json.dumps(value, indent=1).encode())
 
     def path(self, product: str) -> Path:
         return self.out / product
@@ -831,9 +840,7 @@ class Run:
         shape = self.shape(product)
         build(self.path(product))
         self.records[product] = shape
-        aside = Path(f"{self.record_file}.tmp")
-        aside.write_text(json.dumps(self.records, indent=1))
-        os.replace(aside, self.record_file)
+        self.write_json("settings.json", self.records)
 
     def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list[dict]]) -> None:
         """Write one row per item to a JSONL file, a batch at a time, each batch from a seed of its own.
@@ -867,7 +874,7 @@ class Run:
         yield
         self.seconds[stage] = round(time.time() - start, 1)
         print(f"  {self.seconds[stage]} s", flush=True)
-        self.path("timings.json").write_text(json.dumps(self.seconds, indent=1))
+        self.write_json("timings.json", self.seconds)
 
 
 def save_model(model, tokenizer, path: Path) -> None:
@@ -906,6 +913,12 @@ class Sweet:
         s = self.settings
         return ChatModel(model, tokenizer, system or self.system, temperature, s.max_new_tokens, s.generate_batch)
 
+    @functools.cached_property
+    def server(self) -> ChatServer | None:
+        """The server that plays the human, None where --simulator is no URL."""
+        s = self.settings
+        return ChatServer(s.simulator, s.server_model) if s.simulator.startswith(("http://", "https://")) else None
+
     def human(self, agent_product: str, model, tokenizer):
         """The human that --simulator names; `model` is at hand and serves if it is the untouched one."""
         s = self.settings
@@ -913,8 +926,8 @@ class Sweet:
             return ScriptedSimulator()
         if s.simulator == "keyboard":
             return KeyboardSimulator()
-        if s.simulator.startswith(("http://", "https://")):
-            return ServerSimulator(ChatServer(s.simulator, s.server_model), self.human_prompt)
+        if self.server:
+            return ServerSimulator(self.server, self.human_prompt)
         if s.simulator != s.model or agent_product != "base":
             model, tokenizer = load_model(s.simulator, self.device)
         return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch)
@@ -983,8 +996,8 @@ class Sweet:
     def check_inputs(self) -> None:
         """Read the user's files and ask the user's server before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
-        if s.simulator.startswith(("http://", "https://")) and {"collect", "evaluate"} & set(stages):
-            ChatServer(s.simulator, s.server_model)
+        if {"collect", "evaluate"} & set(stages):
+            self.server  # asked here for the first time: a dead one is to show now
         if s.tasks and "evaluate" in stages:
             self.tasks("test")
         if s.trajectories and "collect" in stages:
@@ -1279,7 +1292,7 @@ def results(sweet: Sweet) -> dict:
             figures[name] = colbench.backend_figures(rewards) | {"invalid": len(trajectories) - len(rewards)}
         methods[method] = figures[""] | {"greedy": figures["_greedy"]}
     answer = {"methods": methods}
-    sweet.run.path("results.json").write_text(json.dumps(answer, indent=1))
+    sweet.run.write_json("results.json", answer)
     return answer
 
 
@@ -1365,10 +1378,8 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "dialogues": dialogues,
         "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],
     }
-    path, template = sweet.run.path("report.html"), Path(__file__).parent / "assets" / "report.html"
-    page = fill_report(template.read_text(encoding="utf-8"), data)
-    path.with_name("report.html.tmp").write_text(page, encoding="utf-8")
-    os.replace(path.with_name("report.html.tmp"), path)
+    template = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")
+    colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
 
 
 def fill_report(template: str, data: dict) -> str:
