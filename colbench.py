@@ -156,8 +156,11 @@ def read_jsonl(path, fields: dict[str, type], check: Callable[[dict, str], None]
 def write_whole(path, data: bytes) -> None:
     """Write aside, then rename: a reader sees the whole file or none."""
     aside = Path(f"{path}.tmp")
-    aside.write_bytes(data)
-    os.replace(aside, path)
+    try:
+        aside.write_bytes(data)
+        os.replace(aside, path)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def write_jsonl(path, rows: list[dict]) -> None:

@@ -172,7 +172,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
             raise InputError(f"--{name}: unknown {', '.join(sorted(unknown))} (expected some of {','.join(known)})")
     for f in dataclasses.fields(Settings):
         value = getattr(s, f.name)
-        if f.type in (int, float) and value is not None and (value < 0 or value == 0 and f.type is int) and f.name != "seed":
+        number = f.type in (int, float) and value is not None and f.name != "seed"
+        if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
     if given.tasks and not given.trajectories:
         s.trajectories = None  # someone's own tasks: the dialogues are collected on them, not taken from the hub
@@ -769,6 +770,11 @@ def seed_of(*parts) -> int:
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")
 
 
+def file_digest(path: Path) -> str:
+    """What tells one content of a file from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
 class Run:
     """The folder of a run.  settings.json says which settings shaped each file in it.
 
@@ -778,6 +784,7 @@ class Run:
 
     def __init__(self, settings: Settings):
         self.settings, self.out = settings, Path(settings.out)
+        self.digest = functools.cache(file_digest)  # a file of the user's stays as it is while a run lasts
         try:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -803,13 +810,15 @@ class Run:
         return self.out / product
 
     def shape(self, product: str) -> dict:
-        """Every setting upstream of a product, and the digest of each file upstream that was put there by hand."""
+        """Every setting upstream of a product, with the digest of each file that the user gave or put there by hand."""
         path = self.path(product)
         if path.exists() and product not in self.records:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else "folder"
-            return {product: f"by hand {digest}"}
+            return {product: f"by hand {self.digest(path) if path.is_file() else 'folder'}"}
         _, names, inputs = PRODUCTS[product]
         shape = {name: getattr(self.settings, name) for name in names}
+        for name, value in shape.items():
+            if isinstance(value, str) and os.path.isfile(value):  # what is in it shapes the product, not its name alone
+                shape[name] = f"{value} {self.digest(Path(value))}"
         for other in inputs:
             shape |= self.shape(other)
         return shape

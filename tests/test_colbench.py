@@ -404,3 +404,8 @@ def test_one_question_reveals_one_detail():
             fact = colbench.FACT.format(name, details.get(name)) + (colbench.ENOUGH if len(details) == 1 else "")
             told = fact if name in details else colbench.UNKNOWN
             assert human.reply([task], [dialogue]) == [told]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(colbench.InputError, match="nowhere/rows.jsonl: cannot be written .No such file or directory."):
+        colbench.write_jsonl(tmp_path / "nowhere" / "rows.jsonl", [{}])

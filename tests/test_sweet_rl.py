@@ -1173,6 +1173,20 @@ def test_settings_that_shape_no_file_are_free_to_change(rerun, flags):
     assert code == 0 and changed == [] and set(rerun.after) == set(rerun.before)
 
 
+def test_another_content_behind_the_same_name_is_another_setting(rerun, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text(sweet_rl.TINY_PROMPT)
+    evals = sorted(EVALS)
+    made = ("trajectories.jsonl", "trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft", "mt-dpo")
+    flags = ["--agent-prompt", prompt, "--stages", "collect"]
+    assert rerun(*flags, drop=[*evals, *made])[0] == 0
+    assert rerun(*flags)[0] == 0 and rerun.after == rerun.before
+    prompt.write_text("answer at once.")
+    code, _, error = rerun(*flags)
+    assert code == 2 and "trajectories.jsonl was made with other settings (agent_prompt was" in error and error.count("\n") == 1
+    assert rerun.after == rerun.before
+
+
 OWN_PAIR = {"prompt": [SYSTEM, REQUEST], "chosen": [agent("what is the rate?")], "rejected": [agent("hello")]}
 ONLY_BASE = sorted((MADE | EVALS) - {"base", "settings.json", "timings.json", "turn_pairs.jsonl", "report.html"})
 
@@ -1356,6 +1370,8 @@ BAD_FLAGS = {
     "no task": ["--num-tasks", "0"],
     "negative": ["--candidates", "-1"],
     "rate": ["--critic-lr", "-0.1"],
+    "no number": ["--critic-lr", "nan"],
+    "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
     "prompt": ["--agent-prompt", "nowhere.txt"],
     "human's prompt": ["--human-prompt", "nowhere.txt"],
