@@ -45,6 +45,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -100,6 +101,12 @@ class Settings:
     dialogues: int = option("data", 3, 3, "dialogues to collect per task")
     # method
     methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
+    critic: str = option(
+        "method", "logprob", "logprob", "the critic: eq. 3, or, as ablations, a head trained by eq. 2 or to predict success",
+        choices=["logprob", "regression", "value"],
+    )  # fmt: skip
+    no_hint: bool = option("method", False, False, "ablation: a critic that does not read c")
+    no_normalize: bool = option("method", False, False, "ablation: equation 3 without its 1/L")
     candidates: int = option("method", 16, 16, "candidate messages per turn")
     turn_fraction: float = option("method", 1.0, 0.1, "fraction of the dialogues whose turns get candidates")
     pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
@@ -149,8 +156,9 @@ def parse_settings(argv: list[str]) -> Settings:
         group = groups.setdefault(m["group"], parser.add_argument_group(m["group"]))
         defaults = [f"{m[key]} {who}" for key, who in (("tiny", "tiny"), ("paper", "with --model")) if m[key] is not None]
         default = f"{m['tiny']}" if m["tiny"] == m["paper"] else ", ".join(defaults)
+        value = {"type": f.type, "choices": m.get("choices"), "metavar": f.type.__name__.upper()}
         group.add_argument(
-            "--" + f.name.replace("_", "-"), type=f.type, choices=m.get("choices"), metavar=f.type.__name__.upper(),
+            "--" + f.name.replace("_", "-"), **({"action": "store_const", "const": True} if f.type is bool else value),
             help=m["help"] + ("" if m["tiny"] is None and m["paper"] is None else f" ({default})").replace("%", "%%"),
         )  # fmt: skip
     given = parser.parse_args(argv)
@@ -175,6 +183,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         number = f.type in (int, float) and value is not None and f.name != "seed"
         if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
+    if s.no_normalize and s.critic != "logprob":
+        raise InputError(f"--no-normalize: expected with --critic logprob only, a {s.critic} head has no 1/L")
     if given.tasks and not given.trajectories:
         s.trajectories = None  # someone's own tasks: the dialogues are collected on them, not taken from the hub
     if s.tasks and not s.trajectories and not s.train_tasks:
@@ -388,15 +398,16 @@ class Packed:
     source: Tensor  # (R, T) which of the B * N states predicts the token
     targets: Tensor  # (R, T) the agent's token
     turn_ids: Tensor  # (R, T) the turn whose action the token belongs to; -1 is padding
+    last: Tensor  # (R, T) which of the B * N nodes is the last token of that turn
 
 
 def pack(groups: list[list[Branch]], device="cpu", plain: bool = False) -> Packed:
     """Merge the branches of each group into one row; branches keep their order.  `plain`: a row for every turn."""
-    rows, sources, targets, turn_ids = [], [], [], []
+    rows, sources, targets, turn_ids, lasts = [], [], [], [], []
     for group in groups:
         rows.append(([], [], {}))
         for branch in group:
-            source, target, turns = [], [], []
+            source, target, turns, last = [], [], [], []
             for turn, (prompt, action) in enumerate(zip(branch.prompts, branch.actions, strict=True)):
                 if plain and rows[-1][0]:
                     rows.append(([], [], {}))
@@ -404,7 +415,8 @@ def pack(groups: list[list[Branch]], device="cpu", plain: bool = False) -> Packe
                 source += [(len(rows) - 1, node) for node in path[len(prompt) - 1 : -1]]  # whose state predicts the next
                 target += action
                 turns += [turn] * len(action)
-            sources.append(source), targets.append(target), turn_ids.append(turns)
+                last += [(len(rows) - 1, path[-1])] * len(action)
+            sources.append(source), targets.append(target), turn_ids.append(turns), lasts.append(last)
     width = max(len(tokens) for tokens, _, _ in rows)
     arrays = () if plain else tree_masks([parents for _, parents, _ in rows], width)
     positions, mask = [torch.from_numpy(array).to(device) for array in arrays] or (None, None)
@@ -415,6 +427,7 @@ def pack(groups: list[list[Branch]], device="cpu", plain: bool = False) -> Packe
         pad([[row * width + node for row, node in source] for source in sources], 0).to(device),
         pad(targets, 0).to(device),
         pad(turn_ids, -1).to(device),
+        pad([[row * width + node for row, node in last] for last in lasts], 0).to(device),
     )
 
 
@@ -453,15 +466,18 @@ def pad(rows: list[list[int]], value: int) -> Tensor:
 LOGITS_AT_ONCE = 2**26  # float32 logits in memory at a time: 256 MB
 
 
+def hidden_states(model, packed: Packed) -> Tensor:
+    """The last hidden state of every node, (B, N, H)."""
+    arguments = tree_arguments(model.config, packed)
+    return model.get_decoder()(input_ids=packed.input_ids, use_cache=False, **arguments).last_hidden_state
+
+
 def log_probs(model, packed: Packed) -> Tensor:
     """Log-probability of each agent token, float32, (R, T); 0 where there is none.
 
     Logits exist for the agent's tokens only, and only for a chunk of them at a time.
     """
-    config = model.config
-    hidden = model.get_decoder()(
-        input_ids=packed.input_ids, use_cache=False, **tree_arguments(config, packed)
-    ).last_hidden_state  # (B, N, H)
+    config, hidden = model.config, hidden_states(model, packed)  # (B, N, H)
     real = packed.turn_ids >= 0  # (R, T)
     states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
     targets = packed.targets[real]  # (tokens,)
@@ -506,6 +522,36 @@ def takes_trees(model) -> bool:
     if not same:
         print(f"  {type(model).__name__} cannot take a tree's mask: each candidate is computed with its whole history")
     return same
+
+
+class HeadCritic(torch.nn.Module):
+    """Ablation: a linear head on the mean last hidden state of [c, o_t, a_t], one value a turn."""
+
+    file = "head.safetensors"  # in the model's folder
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, torch.nn.Linear(model.config.hidden_size, 1, device=model.device)
+        torch.nn.init.zeros_(self.head.weight), torch.nn.init.zeros_(self.head.bias)
+        self.takes_trees = takes_trees(model)
+
+    def turn_values(self, packed: Packed) -> Tensor:
+        """Each turn's value at each of its tokens, float32, (R, T), so that a mean over them is the value; 0 elsewhere."""
+        values = self.head(hidden_states(self.model, packed)).float()  # (B, N, 1)
+        causal = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool, device=values.device).tril()
+        sees = causal if packed.mask is None else packed.mask[:, 0]  # (B, N, N), of a turn's last token [c, o_t, a_t]
+        means = (sees * values.mT).sum(2) / sees.sum(-1)  # (B, N), the head's values of the means, as it is linear
+        return means.flatten()[packed.last] * (packed.turn_ids >= 0)  # (R, T)
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+        save_file(self.head.state_dict(), Path(folder) / self.file)
+
+    @classmethod
+    def load(cls, model, folder: Path) -> "HeadCritic":
+        critic = cls(model)
+        critic.head.load_state_dict(load_file(folder / cls.file))
+        return critic.eval()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -557,6 +603,25 @@ def critic_objective(beta: float, nll_weight: float, normalize: bool = True) -> 
         likelihood = nll(logps[0::2], turn_ids[0::2])  # (P,)
         losses = bradley_terry_loss(chosen, rejected, beta) + nll_weight * likelihood  # (P,)
         return losses, preference_metrics(chosen.sum(1), rejected.sum(1), likelihood)
+
+    return objective
+
+
+def head_objective(beta: float, success: bool) -> Objective:
+    """Ablations of stage 1: values of turns in place of log-probs, no reference.
+
+    Equation 2 on their sums or, with `success`, the cross-entropy of each turn's value as the logit of the
+    dialogue's final success, which the chosen have and the rejected have not; each dialogue weighs the same.
+    """
+
+    def objective(values, zeros, turn_ids):
+        losses, metrics = critic_objective(beta, 0.0)(values, zeros, turn_ids)  # (P,)
+        if success:
+            sign = torch.tensor([[-1.0], [1.0]], device=values.device).repeat(len(values) // 2, 1)  # (2P, 1)
+            per_turn = turn_advantages(F.softplus(sign * values), zeros, turn_ids)  # (2P, turns), -log sigma(-sign * value)
+            losses = per_turn.sum(1) / (turn_ids.amax(1) + 1).clamp(min=1)  # (2P,)
+        del metrics["nll"]  # there are no log-probs
+        return losses, metrics
 
     return objective
 
@@ -645,12 +710,13 @@ class Trainer:
         return torch.autocast(self.device.type, self.dtype)
 
     def log_probs(self, model, examples: list[Example]) -> tuple[Tensor, Tensor]:
-        """(log-probs, turn_ids) of all branches of the examples, (R, T) each."""
+        """(log-probs, turn_ids) of all branches of the examples, (R, T) each; of a head critic, the turns' values."""
         if not hasattr(model, "takes_trees"):  # asked once
             model.takes_trees = takes_trees(model)
         packed = pack([e.branches for e in examples], self.device, plain=not model.takes_trees)
         with self.autocast():
-            return log_probs(model, packed), packed.turn_ids
+            found = model.turn_values(packed) if isinstance(model, HeadCritic) else log_probs(model, packed)
+        return found, packed.turn_ids
 
     @torch.no_grad()
     def add_reference(self, model, examples: list[Example], name: str) -> None:
@@ -738,7 +804,10 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
     "trajectory_pairs.jsonl": ("pairs", (), ("trajectories.jsonl",)),
     "critic": (
         "critic",
-        ("critic_beta", "critic_nll", "critic_lr", "critic_epochs", "batch_size", "max_length"),
+        (
+            *("critic", "no_hint", "no_normalize", "critic_beta", "critic_nll", "critic_lr", "critic_epochs"),
+            *("batch_size", "max_length"),
+        ),
         ("base", "trajectory_pairs.jsonl"),
     ),
     "candidates.jsonl": (
@@ -916,7 +985,14 @@ class Sweet:
         """(model, tokenizer, encoder) of a product; "base" is the untouched --model or the warmed-up tiny one."""
         real = product == "base" and not self.settings.is_tiny
         model, tokenizer = load_model(self.settings.model if real else str(self.run.path(product)), self.device)
-        return model, tokenizer, Encoder(tokenizer, end_ids(model, tokenizer))
+        encoder = Encoder(tokenizer, end_ids(model, tokenizer))
+        if (self.run.path(product) / HeadCritic.file).exists():
+            model = HeadCritic.load(model, self.run.path(product))
+        return model, tokenizer, encoder
+
+    def hint(self, ground_truth: str) -> str | None:
+        """c as the critic reads it: not at all with --no-hint."""
+        return None if self.settings.no_hint else ground_truth
 
     def agent(self, model, tokenizer, temperature=1.0, system=None) -> ChatModel:
         s = self.settings
@@ -1045,18 +1121,22 @@ class Sweet:
     def critic(self, path: Path) -> None:
         """Equations 2 and 3: agent and frozen reference both read c in front of the dialogue."""
         s = self.settings
-        objective = critic_objective(s.critic_beta, s.critic_nll)
-        self.train_on_pairs(path, "trajectory_pairs.jsonl", objective, True, s.critic_lr, s.critic_epochs)
+        head = s.critic != "logprob"
+        objective = critic_objective(s.critic_beta, s.critic_nll, not s.no_normalize)
+        if head:
+            objective = head_objective(s.critic_beta, s.critic == "value")
+        self.train_on_pairs(path, "trajectory_pairs.jsonl", objective, not s.no_hint, s.critic_lr, s.critic_epochs, head)
 
-    def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr: float, epochs: int) -> None:
-        """Train a copy of the base on a file of dialogue pairs, with or without c."""
+    def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr, epochs, head=False) -> None:
+        """Train a copy of the base on a file of dialogue pairs, with or without c, with or without a head."""
         model, tokenizer, encoder = self.model("base")
         fields = {"chosen": list, "rejected": list} | ({"ground_truth": str} if hint else {})
         examples = [
             Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
             for row in colbench.read_jsonl(self.run.path(file), fields)
         ]
-        self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=True)
+        model = HeadCritic(model) if head else model
+        self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=not head)
 
     def fit(self, path, model, tokenizer, examples, objective, lr, epochs, batch_size, reference: bool) -> None:
         """Reference log-probs first, then training, then the folder."""
@@ -1100,18 +1180,19 @@ class Sweet:
     def score(self, critic, reference, encoder: Encoder, rows: list[dict]) -> list[list[float]]:
         """The advantage of every candidate of every row."""
         examples = [
-            Example(encoder.candidates(row["messages"], candidate_messages(row), row["ground_truth"])) for row in rows
+            Example(encoder.candidates(row["messages"], candidate_messages(row), self.hint(row["ground_truth"])))
+            for row in rows
         ]
         return [[turns[0] for turns in branches] for branches in self.advantages(critic, reference, examples)]
 
     @torch.no_grad()
     def advantages(self, critic, reference, examples: list[Example]) -> list[list[list[float]]]:
-        """Equation 3 for every turn of every branch of every example, critic and reference both with c."""
+        """Equation 3 for every turn of every branch of every example (a head's values have no reference)."""
         scores: list[list[list[float]]] = []
         for batch in micro_batches(examples, self.settings.micro_batch):
             logps, turn_ids = self.trainer.log_probs(critic, batch)  # (R, T)
-            ref_logps, _ = self.trainer.log_probs(reference, batch)  # (R, T)
-            rows = iter(turn_advantages(logps, ref_logps, turn_ids).tolist())  # R lists of turns
+            ref_logps = 0 if isinstance(critic, HeadCritic) else self.trainer.log_probs(reference, batch)[0]  # (R, T)
+            rows = iter(turn_advantages(logps, ref_logps, turn_ids, not self.settings.no_normalize).tolist())  # R lists
             scores += [[next(rows) for _ in example.branches] for example in batch]
         return scores
 
@@ -1179,7 +1260,7 @@ class Sweet:
         scores = [[[None] * len(t.turns)] for t in trajectories]
         if self.run.path("critic").exists():
             reference, _, encoder = self.model("base")
-            branches = [encoder.dialogue(self.with_system(t.dialogue), t.task.ground_truth) for t in trajectories]
+            branches = [encoder.dialogue(self.with_system(t.dialogue), self.hint(t.task.ground_truth)) for t in trajectories]
             scores = self.advantages(self.model("critic")[0], reference, [Example([branch]) for branch in branches])
         shown = []
         for trajectory, (turns,) in zip(trajectories, scores, strict=True):

@@ -24,6 +24,7 @@ from sweet_rl import (
     Branch,
     Encoder,
     Example,
+    HeadCritic,
     Run,
     Sweet,
     Trainer,
@@ -31,6 +32,7 @@ from sweet_rl import (
     critic_objective,
     dpo_loss,
     dpo_objective,
+    head_objective,
     likelihood_objective,
     log_probs,
     main,
@@ -132,6 +134,22 @@ def test_dpo_objective():
     wanted = [math.log(1 + math.exp(-0.5)) + 0.02, math.log(1 + math.exp(-2.5)) + 0.01]
     assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
     assert metrics["reward_chosen"].tolist() == [0.0, 3.0] and metrics["reward_rejected"].tolist() == [-1.0, -2.0]
+
+
+TURN_VALUES = torch.tensor([[2.0, -1.0, -1.0], [3.0, 0.0, 0.0], [1.0, 1.0, 1.0], [-1.0, -2.0, 0.0]])  # one value a turn
+
+
+@pytest.mark.parametrize(
+    "success, wanted",
+    [
+        (False, [math.log(1 + math.exp(4)), math.log(1 + math.exp(-8))]),  # sums 1 against 3, 1 against -3, beta 2
+        (True, [(0.126928 + 1.313262) / 2, 3.048587, 0.313262, (0.313262 + 0.126928) / 2]),  # means over turns, log(1 + e^x)
+    ],
+)
+def test_head_objective(success, wanted):
+    losses, metrics = head_objective(2.0, success)(TURN_VALUES, torch.zeros(4, 3), PAIRS)
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
+    assert metrics["margin"].tolist() == [-2.0, 4.0] and "nll" not in metrics
 
 
 def test_likelihood_objective_gives_each_token_the_same_weight():
@@ -262,6 +280,25 @@ def test_a_row_beyond_a_sliding_window_is_refused():
         log_probs(model, pack([random_tree(random.Random(0))]))
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("plain", [False, True], ids=["trees", "plain rows"])
+def test_a_head_reads_the_mean_state_of_everything_up_to_the_end_of_a_turn(seed, plain):
+    """Against each turn's whole sequence alone; every token of a turn has the turn's value, a turn without tokens none."""
+    rng = random.Random(seed)
+    critic = HeadCritic(small_model())
+    torch.nn.init.normal_(critic.head.weight), torch.nn.init.ones_(critic.head.bias)
+    groups = [random_tree(rng) for _ in range(4)]
+    with torch.no_grad():
+        packed = pack(groups, plain=plain)
+        found = critic.turn_values(packed)
+        for row, turn_ids, branch in zip(found, packed.turn_ids, [b for group in groups for b in group], strict=True):
+            wanted = []
+            for prompt, action in zip(branch.prompts, branch.actions):
+                states = critic.model.model(torch.tensor([prompt + action])).last_hidden_state[0]  # (L, H)
+                wanted += [critic.head(states.mean(0)).item()] * len(action)
+            assert row[turn_ids >= 0].tolist() == pytest.approx(wanted, abs=1e-5) and not row[turn_ids < 0].any()
+
+
 def test_the_drawing():
     """History 7 8 9, branches 3 4 and 5 4 6, as in the comment above `pack`."""
     packed = pack([[Branch([[7, 8, 9]], [[3, 4]]), Branch([[7, 8, 9]], [[5, 4, 6]])]])
@@ -271,7 +308,7 @@ def test_the_drawing():
     assert sees == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 6, 7]]
     assert packed.source.tolist() == [[2, 3, 0], [2, 5, 6]]
     assert packed.targets.tolist() == [[3, 4, 0], [5, 4, 6]]
-    assert packed.turn_ids.tolist() == [[0, 0, -1], [0, 0, 0]]
+    assert packed.turn_ids.tolist() == [[0, 0, -1], [0, 0, 0]] and packed.last.tolist() == [[4, 4, 0], [7, 7, 7]]
 
 
 def test_where_nothing_branches_the_row_is_the_plain_sequence():
@@ -660,6 +697,38 @@ def test_an_untrained_critic_scores_exactly_zero(sweet, model, encoder):
     assert sweet.score(model, copy.deepcopy(model), encoder, candidate_rows(5)) == [[0.0] * 4] * 5
 
 
+def test_ablations_of_the_score(sweet, model, encoder):
+    """Without 1/L the sum over the tokens, without c the same with a prompt that has none."""
+    reference, rows = small_reference(model), candidate_rows(1)
+    for no_hint, no_normalize in ((False, True), (True, False), (True, True)):
+        sweet.settings.no_hint, sweet.settings.no_normalize = no_hint, no_normalize
+        prompt = encoder.prompt(rows[0]["messages"], None if no_hint else CODE)
+        branch = Branch([prompt], [encoder.action(agent("what is the rate?"))])
+        ratio = sum(slow_log_probs(model, branch)) - sum(slow_log_probs(reference, branch))
+        wanted = ratio if no_normalize else ratio / len(branch.actions[0])
+        assert sweet.score(model, reference, encoder, rows)[0][1] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_head_critic_is_saved_beside_its_model_and_scores_without_a_reference(sweet, model, tokenizer, encoder):
+    critic = HeadCritic(model)
+    torch.nn.init.normal_(critic.head.weight), torch.nn.init.ones_(critic.head.bias)
+    sweet_rl.save_model(critic, tokenizer, sweet.run.path("critic"))
+    assert (sweet.run.path("critic") / "head.safetensors").exists()
+    loaded = sweet.model("critic")[0]
+    assert isinstance(loaded, HeadCritic) and torch.equal(loaded.head.weight, critic.head.weight) and not loaded.training
+    (scores,) = sweet.score(loaded, None, encoder, candidate_rows(1))
+    ids = encoder.prompt([SYSTEM, REQUEST], CODE) + encoder.action(agent("what?"))
+    with torch.no_grad():
+        wanted = critic.head(model.model(torch.tensor([ids])).last_hidden_state[0].mean(0)).item()
+    assert scores[0] == pytest.approx(wanted, abs=1e-5) and scores[2] == 0
+
+
+@pytest.mark.parametrize("success", [False, True], ids=["regression", "value"])
+def test_training_widens_the_margin_of_a_head(encoder, model, success):
+    history = trainer().train(HeadCritic(model), dialogue_pairs(encoder)[:1], head_objective(1.0, success), "critic", 3e-3, 12, 64)
+    assert history[0]["margin"] == 0 and history[-1]["margin"] > 0.05 and history[-1]["loss"] < history[0]["loss"]
+
+
 def played(task: Task, *said, reward=None, answer="") -> Trajectory:
     """A dialogue by hand; `said` are the messages after the request, agent and human in turn."""
     turns = [agent(text, output=text, input="") if i % 2 == 0 else user(text) for i, text in enumerate(said)]
@@ -746,6 +815,7 @@ def trained_on(sweet, monkeypatch, model, tokenizer, encoder):
         decode = tokenizer.decode
         seen["texts"] = [[(decode(b.prompts[-1]), *map(decode, b.actions)) for b in e.branches] for e in examples]
         seen["rest"] = lr, epochs, batch_size, reference
+        run.model, run.objective = model, objective
 
     def run(stage):
         getattr(sweet, stage)(sweet.run.path("anything"))
@@ -783,6 +853,32 @@ def test_critic_and_multi_turn_dpo_learn_from_the_same_pairs(sweet, trained_on, 
     ((_, *chosen), (_, *rejected)) = texts[0]
     assert (chosen, rejected) == (["a<|end|>", "b<|end|>"], ["c<|end|>"]) and found == rest
     assert [SENTINEL in prompt for prompt, *_ in texts[0]] == [hint, hint]
+
+
+@pytest.mark.parametrize(
+    "flags, hint, loss",
+    [
+        ({}, True, "eq. 3"),
+        ({"no_hint": True}, False, "eq. 3"),
+        ({"no_normalize": True}, True, "eq. 3 without 1/L"),
+        ({"critic": "regression"}, True, "eq. 2 on values"),
+        ({"critic": "value", "no_hint": True}, False, "cross-entropy"),
+    ],
+    ids=str,
+)
+def test_ablations_of_the_critic(sweet, trained_on, flags, hint, loss):
+    vars(sweet.settings).update(flags, critic_beta=2.0, critic_nll=0.0)
+    row = {"chosen": [SYSTEM, REQUEST, agent("a")], "rejected": [SYSTEM, REQUEST, agent("c")], "ground_truth": SENTINEL}
+    colbench.write_jsonl(sweet.run.path("trajectory_pairs.jsonl"), [row])
+    texts, (_, _, _, reference) = trained_on("critic")
+    head = "critic" in flags
+    assert (SENTINEL in texts[0][0][0]) == hint and reference == (not head)
+    assert isinstance(trained_on.model, HeadCritic) == head
+    losses, metrics = trained_on.objective(PAIR_LOGPS[:2], torch.zeros(2, 3), PAIRS[:2])  # turns -1 | -2 -3 against -4
+    margin = {"eq. 3 without 1/L": -6 + 4}.get(loss, -3.5 + 4)
+    value = (math.log(1 + math.e) + (math.log(1 + math.exp(2)) + math.log(1 + math.exp(3))) / 2) / 2
+    wanted = [value, math.log(1 + math.exp(-4))] if loss == "cross-entropy" else [math.log(1 + math.exp(-2 * margin))]
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-5) and ("nll" in metrics) == (not head)
 
 
 def test_rejection_fine_tuning_learns_from_full_successes(sweet, trained_on):
@@ -855,6 +951,12 @@ def test_without_a_model_there_is_a_tiny_one():
 def test_a_flag_beats_the_preset(model):
     s = settings(*model, "--critic-lr", "1e-3", "--candidates", "2", "--actor-nll", "0", "--seed", "7")
     assert (s.critic_lr, s.candidates, s.actor_nll, s.seed) == (1e-3, 2, 0.0, 7)
+
+
+def test_ablations_are_flags():
+    s = settings("--critic", "value", "--no-hint")
+    assert (s.critic, s.no_hint, s.no_normalize) == ("value", True, False)
+    assert (settings().critic, settings().no_hint) == ("logprob", False)
 
 
 @pytest.mark.parametrize(
@@ -1123,6 +1225,16 @@ def test_what_is_missing_is_made_again_and_nothing_else(rerun):
     assert {name.split("/")[0] for name in changed} == {"actor", "eval_sweet.jsonl", "metrics.jsonl", "settings.json"}
 
 
+@pytest.mark.parametrize("kind", ["regression", "value"])
+def test_a_run_with_a_head_critic(rerun, kind):
+    drop = ["critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "eval_sweet.jsonl", "eval_sweet_greedy.jsonl"]
+    code, out, err = rerun("--critic", kind, "--critic-lr", "1e-2", drop=drop)
+    assert code == 0 and "critic/head.safetensors" in rerun.after, err
+    rows = colbench.read_jsonl(rerun.out / "candidates.jsonl", {})
+    assert len({advantage for row in rows for advantage in row["advantages"]}) > 4
+    assert "reward_chosen" in out and "nll" not in out.split("critic: ")[1].split("\n")[0]
+
+
 def test_the_same_seed_makes_the_same_files(rerun, finished):
     files = ["trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor"]
     files += ["eval_sweet.jsonl", "eval_sweet_greedy.jsonl"]
@@ -1139,6 +1251,7 @@ def test_the_same_seed_makes_the_same_files(rerun, finished):
         (["--seed", "5"], ["seed"]),
         (["--candidates", "3"], ["candidates.jsonl", "candidates"]),
         (["--actor-lr", "1"], ["actor_lr"]),
+        (["--no-hint"], ["critic", "no_hint was False, is True"]),
         (["--num-tasks", "2"], ["num_tasks"]),
         (["--stages", "evaluate", "--critic-beta", "99"], ["eval_sweet", "critic_beta"]),
     ],
@@ -1373,6 +1486,7 @@ BAD_FLAGS = {
     "no number": ["--critic-lr", "nan"],
     "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
+    "a head has no 1/L": ["--critic", "value", "--no-normalize"],
     "prompt": ["--agent-prompt", "nowhere.txt"],
     "human's prompt": ["--human-prompt", "nowhere.txt"],
     "model": ["--model", "./no/such/folder"],
