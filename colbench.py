@@ -41,7 +41,7 @@ import types
 from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -68,7 +68,7 @@ class Task:
 
     problem_description: str
     ground_truth: str
-    test_cases: dict[str, str] = field(default_factory=dict)
+    test_cases: dict[str, str] | None = None  # backend only: a name and a call each
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ HUB_DATASET = "facebook/collaborative_agent_bench"
 HUB_TEST_TASKS = "backend_tasks/test.jsonl"
 HUB_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
 
-TASK_FIELDS = {"problem_description": str, "ground_truth": str, "test_cases": dict}
+TASK_FIELDS = {"problem_description": str, "ground_truth": str, "test_cases": dict}  # frontend rows have no test cases
 TRAJECTORY_FIELDS = {"task": dict, "dialogue_history": list, "answer": str}
 MESSAGE_FIELDS = {"role": str, "content": str}
 
@@ -188,40 +188,43 @@ def local_file(source: str, hub_file: str) -> Path:
         raise InputError(f"{source}: neither a file here nor {hub_file} of a dataset on the hub: {reason}") from None
 
 
-def check_task(row: dict, where: str) -> None:
+def check_task(row: dict, where: str, fields: dict[str, type] = TASK_FIELDS) -> None:
     """Raise InputError unless `row` is a task."""
-    check_fields(row, TASK_FIELDS, where)
-    check_fields(row["test_cases"], dict.fromkeys(row["test_cases"], str), f"{where}, test_cases")
+    check_fields(row, fields, where)
+    if "test_cases" in fields:
+        check_fields(row["test_cases"], dict.fromkeys(row["test_cases"], str), f"{where}, test_cases")
 
 
-def check_trajectory(row: dict, where: str) -> None:
+def check_trajectory(row: dict, where: str, fields: dict[str, type] = TASK_FIELDS) -> None:
     """Raise InputError unless `row` is a trajectory."""
-    check_task(row["task"], f"{where}, task")
+    check_task(row["task"], f"{where}, task", fields)
     for message in row["dialogue_history"]:
         check_fields(message, MESSAGE_FIELDS, f"{where}, dialogue_history")
     if not isinstance(row.get("reward"), (int, float, type(None))):
         raise InputError(f"{where}: 'reward' should be a number")
 
 
-def load_tasks(source: str | Path) -> list[Task]:
+def load_tasks(source: str | Path, fields: dict[str, type] = TASK_FIELDS) -> list[Task]:
     """Official task rows from a JSONL file, or the test tasks of a dataset on the hub."""
-    rows = read_jsonl(local_file(str(source), HUB_TEST_TASKS), TASK_FIELDS, check_task)
-    return [Task(**{name: row[name] for name in TASK_FIELDS}) for row in rows]
+    check = functools.partial(check_task, fields=fields)
+    rows = read_jsonl(local_file(str(source), HUB_TEST_TASKS), fields, check)
+    return [Task(**{name: row[name] for name in fields}) for row in rows]
 
 
-def load_trajectories(source: str | Path) -> list[Trajectory]:
-    """Official trajectory rows.  A reward may be absent: it is None then, to be computed."""
-    rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS, check_trajectory)
-    tasks = [Task(**{name: row["task"][name] for name in TASK_FIELDS}) for row in rows]
+def load_trajectories(source: str | Path, fields: dict[str, type] = TASK_FIELDS) -> list[Trajectory]:
+    """Official trajectory rows, their tasks with these fields.  A reward may be absent: it is None then, to be computed."""
+    check = functools.partial(check_trajectory, fields=fields)
+    rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS, check)
+    tasks = [Task(**{name: row["task"][name] for name in fields}) for row in rows]
     return [
         Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward")) for task, row in zip(tasks, rows)
     ]
 
 
 def trajectory_row(trajectory: Trajectory) -> dict:
-    """A trajectory in the official schema; its reward is left out while it has none."""
+    """A trajectory in the official schema; a reward or test cases are left out where there are none."""
     row = {
-        "task": vars(trajectory.task),
+        "task": {name: value for name, value in vars(trajectory.task).items() if value is not None},
         "dialogue_history": trajectory.dialogue,
         "answer": trajectory.answer,
         "reward": trajectory.reward,
@@ -239,7 +242,6 @@ def save_trajectories(path, trajectories: list[Trajectory]) -> None:
 ANSWER_MARKER = "I WANT TO ANSWER:"
 OUTPUT_MARKER = "OUTPUT:"
 GOODBYE = "goodbye."  # the miniature's human may lose patience; ColBench's never leaves
-REPLY_LIMIT = 400  # characters of the human's reply that the agent gets to read
 
 AGENT_PROMPT = f"""You help someone who needs a python function but has described it only roughly.
 Find out what they really want before you write it: each of your messages may ask one short, specific question
@@ -264,6 +266,20 @@ The conversation so far:
 Reply to the assistant's last message in at most two sentences of plain words. Say only what follows from the
 code above; where it does not settle the question, say that you don't know. Never write or quote code, and do not
 mention that there is any. Write the reply only."""
+
+
+FRONTEND_AGENT_PROMPT = FRONTEND_SINGLE_TURN_PROMPT = FRONTEND_HUMAN_PROMPT = "TODO merge"
+
+
+pixel_embedding = None
+
+
+def page_in(text): return text
+
+
+def cosine_rewards(tasks, pages, embed=None, stylesheet=None):
+    import difflib
+    return [sum(miniature_choices(t.ground_truth).get(k) == miniature_choices(p).get(k) for k in CHOICES) / 5 if p else 0. for t, p in zip(tasks, pages)]
 
 
 def fill(template: str, **values: str) -> str:
@@ -313,11 +329,14 @@ Agent = Callable[[list[list[Message]]], list[Action]]  # a batch of histories ->
 Human = Callable[[list[Task], list[list[Message]]], list[str]]  # tasks and their dialogues -> replies
 
 
-def rollout(agent: Agent, human: Human, tasks: list[Task], max_turns: int = 10) -> list[Trajectory]:
+def rollout(
+    agent: Agent, human: Human, tasks: list[Task], max_turns: int = 10, find_answer=None, reply_limit=400
+) -> list[Trajectory]:
     """Play one dialogue per task, all in lockstep, for at most `max_turns` agent turns.
 
-    A dialogue ends with the answer marker, with the last turn (that message is then the answer), or when the
-    human leaves (no answer).  The agent sees visible messages only: `ground_truth` has no way to it.
+    A dialogue ends with the answer marker, with the last turn, or when the human leaves.  `find_answer` takes what
+    the agent hands over out of the finished dialogue (default: `final_code`); the agent gets to read `reply_limit`
+    characters of a reply.  It sees visible messages only: `ground_truth` has no way to it.
     """
     trajectories = [Trajectory(t, [{"role": "user", "content": t.problem_description}], "") for t in tasks]
     open_ones = trajectories
@@ -327,19 +346,33 @@ def rollout(agent: Agent, human: Human, tasks: list[Task], max_turns: int = 10) 
         for trajectory, action in zip(open_ones, actions, strict=True):
             seen, answer = parse_action(action.text)
             trajectory.dialogue.append(agent_message(action, seen))
-            if answer is not None or turn == max_turns - 1:
-                trajectory.answer = seen if answer is None else answer
-            else:
+            if answer is None and turn < max_turns - 1:
                 talking.append(trajectory)
         if not talking:
             break
         replies = human([t.task for t in talking], [t.dialogue for t in talking])
         for trajectory, reply in zip(talking, replies, strict=True):
-            trajectory.dialogue.append({"role": "user", "content": reply[:REPLY_LIMIT]})
+            trajectory.dialogue.append({"role": "user", "content": reply[:reply_limit]})
         open_ones = [t for t, reply in zip(talking, replies) if reply != GOODBYE]
         if not open_ones:
             break
+    for trajectory in trajectories:
+        trajectory.answer = (find_answer or final_code)(trajectory.dialogue)
     return trajectories
+
+
+def final_code(dialogue: list[Message]) -> str:
+    """Backend: what follows the answer marker, or the whole last message; nothing where the human left."""
+    if dialogue[-1]["role"] == "user":
+        return ""
+    seen, answer = parse_action(dialogue[-1].get("output", dialogue[-1]["content"]))
+    return seen if answer is None else answer
+
+
+def final_page(dialogue: list[Message]) -> str:
+    """Frontend: the last page that any turn of the agent held, "" where none did."""
+    texts = [m.get("output", m["content"]) for m in dialogue if m["role"] == "assistant"]
+    return next(filter(None, map(page_in, reversed(texts))), "")
 
 
 def agent_message(action: Action, seen: str) -> Message:
@@ -929,6 +962,39 @@ def backend_figures(rewards: list[float]) -> dict:
     }
 
 
+def frontend_figures(rewards: list[float], others: list[float] | None) -> dict:
+    """Mean cosine and, against the rewards of another agent on the same tasks, the win rate; a tie is half a win."""
+    mean = sum(rewards) / len(rewards)
+    spread = 1.96 * math.sqrt(sum((reward - mean) ** 2 for reward in rewards)) / len(rewards)
+    figures = {"cosine": mean, "cosine_interval": (mean - spread, mean + spread), "n": len(rewards)}
+    if others is not None:
+        wins = [0.5 + 0.5 * ((ours > other) - (ours < other)) for ours, other in zip(rewards, others, strict=True)]
+        figures |= {"win_rate": sum(wins) / len(wins), "win_rate_interval": wilson_interval(wins)}
+    return figures
+
+
+def full_success_pairs(rewards: list[float]) -> list[tuple[int, int]]:
+    """Backend: a task's first full success against every dialogue with a lower reward, as (chosen, rejected)."""
+    best = next((i for i, reward in enumerate(rewards) if reward == 1.0), None)
+    return [] if best is None else [(best, i) for i, reward in enumerate(rewards) if reward < 1.0]
+
+
+def margin_pairs(rewards: list[float], margin: float = 0.1) -> list[tuple[int, int]]:
+    """Frontend: every two dialogues on a task whose rewards are at least `margin` apart, as (chosen, rejected)."""
+    indices = range(len(rewards))
+    return [(i, j) for i in indices for j in indices if rewards[i] - rewards[j] >= margin]
+
+
+def full_successes(rewards: list[float]) -> list[int]:
+    """Backend: the dialogues on a task that Rejection Fine-Tuning learns from."""
+    return [i for i, reward in enumerate(rewards) if reward == 1.0]
+
+
+def best_one(rewards: list[float]) -> list[int]:
+    """Frontend, where no reward is a full success: a task's best dialogue, the first of several."""
+    return [rewards.index(max(rewards))] if rewards else []
+
+
 # ---------------------------------------------------------------------------------------------------------
 # 7. ColBench in miniature
 #
@@ -1023,25 +1089,144 @@ def telling_inputs(details: dict[str, int], rng: random.Random) -> list[int] | N
 
 
 def miniature_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
-    """The first `count` generated tasks of "train", "validation" or "test": no duplicates, no overlap.
+    """The first `count` generated tasks of "train", "validation" or "test": no duplicates, no overlap."""
+    rng = random.Random(seed)
 
-    One endless list of distinct tasks comes from the seed; every tenth is a validation task, every tenth a
-    test task, the rest are for training.
-    """
-    rng, seen, tasks = random.Random(seed), set(), []
-    while len(tasks) < count:
+    def draw() -> Task | None:
         thing = rng.choice(list(THINGS))
         names = [name for name, chance in zip(THINGS[thing], LIKELY) if rng.random() < chance]
         details = {name: rng.choice(VALUES) for name in names}
-        code = miniature_code(details)
         inputs = telling_inputs(details, rng) if 1 <= len(names) <= 4 else None
-        if inputs is None or (thing, code) in seen:
+        calls = {f"test{i}": f"fee({x})" for i, x in enumerate(inputs or (), 1)}
+        return Task(REQUEST.format(thing), miniature_code(details), calls) if calls else None
+
+    return split_tasks(draw, split, count)
+
+
+def split_tasks(draw: Callable[[], Task | None], split: str, count: int) -> list[Task]:
+    """Of the endless list of distinct tasks drawn, every tenth is for validation, every tenth a test task, the rest train."""
+    seen, tasks = set(), []
+    while len(tasks) < count:
+        task = draw()
+        if task is None or (task.problem_description, task.ground_truth) in seen:
             continue
-        seen.add((thing, code))
+        seen.add((task.problem_description, task.ground_truth))
         if split == {0: "validation", 1: "test"}.get(len(seen) % 10, "train"):
-            calls = {f"test{i}": f"fee({x})" for i, x in enumerate(inputs, 1)}
-            tasks.append(Task(REQUEST.format(thing), code, calls))
+            tasks.append(task)
     return tasks
+
+
+# --- frontend: "a page for a bakery."  The page wanted is one value for each of CHOICES.  The human sees two pages and
+# names the most outstanding difference ("the background should be navy."); each business likes some values best.
+BACKGROUNDS = ("white", "navy", "gold", "pink", "teal", "silver", "tomato", "olive")
+PICTURE = "https://picsum.photos/id/48/"
+CHOICES = {  # choice: {value: its line of the page}; in the order of a page's lines and of how much they catch the eye
+    "background": {value: f'<body style="margin:0;background:{value}">' for value in BACKGROUNDS},
+    "order": {
+        "picture first": '<main style="display:flex;flex-direction:column;min-height:300px">',
+        "picture last": '<main style="display:flex;flex-direction:column-reverse;min-height:300px">',
+    },
+    "picture": {
+        "small": f'<img src="{PICTURE}100/60" style="width:100px">',
+        "wide": f'<img src="{PICTURE}400/60" style="width:400px">',
+        "large": f'<img src="{PICTURE}300/180" style="width:300px">',
+    },
+    "title": {
+        "left": '<h1 style="background:black;color:white;margin:10px 60% 10px 0">Welcome</h1>',
+        "centered": '<h1 style="background:black;color:white;margin:10px 30%">Welcome</h1>',
+        "right": '<h1 style="background:black;color:white;margin:10px 0 10px 60%">Welcome</h1>',
+    },
+    "button": {
+        value: f'<button style="background:{value};color:white;height:50px">Order</button>'
+        for value in ("red", "green", "blue", "black")
+    },
+}
+BUSINESSES = ("bakery", "school", "bank", "zoo", "garage", "museum", "florist", "gym", "bar", "studio", "farm", "shop")
+USUAL = 0.6  # chance that a page has its business's favourite value of a choice
+PAGE_REQUEST = "a page for a {}."
+PAGE_FACT = "the {} should be {}."
+SATISFIED = "that is it."
+NO_PAGE = "i see no page."
+
+
+def miniature_page(choices: dict[str, str]) -> str:
+    """The page with these values, one for each of CHOICES."""
+    lines = [CHOICES[name][choices[name]] for name in CHOICES]
+    return "\n".join(["<html>", *lines, "</main></body></html>"])
+
+
+def miniature_choices(page: str) -> dict[str, str]:
+    """The values that a page has, read from its text; none of a choice of which it has no line."""
+    found = {name: [value for value, line in lines.items() if line in page] for name, lines in CHOICES.items()}
+    return {name: values[-1] for name, values in found.items() if values}
+
+
+def favourites(business: str) -> dict[str, str]:
+    """The values that pages for this business mostly have."""
+    rng = random.Random(business)
+    return {name: rng.choice(list(values)) for name, values in CHOICES.items()}
+
+
+def miniature_page_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
+    """The first `count` generated page tasks of a split, drawn as `miniature_tasks` draws its own."""
+    rng = random.Random(seed)
+
+    def draw() -> Task:
+        business = rng.choice(BUSINESSES)
+        usual = favourites(business)
+        values = {n: usual[n] if rng.random() < USUAL else rng.choice(list(CHOICES[n])) for n in CHOICES}
+        return Task(PAGE_REQUEST.format(business), miniature_page(values))
+
+    return split_tasks(draw, split, count)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 8. The two tasks of ColBench, side by side
+@dataclass(frozen=True)
+class Benchmark:
+    """What differs between the tasks; everything else is the same code."""
+
+    task_fields: dict[str, type]
+    agent_prompt: str
+    single_turn_prompt: str
+    human_prompt: str
+    reply_limit: int  # characters of the human's reply that the agent gets to read
+    find_answer: Callable[[list[Message]], str]
+    preferred: Callable[[list[float]], list[tuple[int, int]]]  # rewards on one task -> (chosen, rejected) pairs
+    good: Callable[[list[float]], list[int]]  # what Rejection Fine-Tuning learns from
+    figures: Callable[[list[float], list[float] | None], dict]  # of rewards, and of another agent's on the same tasks
+    columns: dict[str, str]  # of the table: a figure and its heading; the first is shown greedy too
+    miniature_tasks: Callable[[str, int, int], list[Task]]
+
+
+BENCHMARKS = {
+    "backend": Benchmark(
+        task_fields=TASK_FIELDS,
+        agent_prompt=AGENT_PROMPT,
+        single_turn_prompt=SINGLE_TURN_PROMPT,
+        human_prompt=HUMAN_PROMPT,
+        reply_limit=400,
+        find_answer=final_code,
+        preferred=full_success_pairs,
+        good=full_successes,
+        figures=lambda rewards, others: backend_figures(rewards),
+        columns={"success": "success %", "tests_passed": "tests passed %"},
+        miniature_tasks=miniature_tasks,
+    ),
+    "frontend": Benchmark(
+        task_fields={"problem_description": str, "ground_truth": str},
+        agent_prompt=FRONTEND_AGENT_PROMPT,
+        single_turn_prompt=FRONTEND_SINGLE_TURN_PROMPT,
+        human_prompt=FRONTEND_HUMAN_PROMPT,
+        reply_limit=1000,
+        find_answer=final_page,
+        preferred=margin_pairs,
+        good=best_one,
+        figures=frontend_figures,
+        columns={"cosine": "cosine x 100", "win_rate": "win rate %"},
+        miniature_tasks=miniature_page_tasks,
+    ),
+}
 
 
 if __name__ == "__main__" and sys.argv[1:2] == [SERVE]:

@@ -21,11 +21,14 @@ import torch
 from transformers import GenerationConfig
 
 from colbench import (
+    CHOICES,
     ENOUGH,
     FACT,
     GOODBYE,
     HUMAN_PROMPT,
-    REPLY_LIMIT,
+    NO_PAGE,
+    PAGE_FACT,
+    SATISFIED,
     UNKNOWN,
     Action,
     InputError,
@@ -33,6 +36,7 @@ from colbench import (
     Task,
     dialogue_text,
     fill,
+    miniature_choices,
     miniature_details,
     visible,
 )
@@ -254,6 +258,20 @@ class ScriptedSimulator:
         return UNKNOWN if replies.count(UNKNOWN) + 1 < self.patience else GOODBYE
 
 
+class ScriptedDesigner:
+    """The human of the miniature's pages: names the most outstanding difference between the page shown and the one wanted."""
+
+    def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
+        return [self.reply_one(task, dialogue[-1]["content"]) for task, dialogue in zip(tasks, dialogues, strict=True)]
+
+    def reply_one(self, task: Task, message: str) -> str:
+        wanted, shown = miniature_choices(task.ground_truth), miniature_choices(message)
+        different = [name for name in CHOICES if wanted.get(name) != shown.get(name)]
+        if not shown:
+            return NO_PAGE
+        return PAGE_FACT.format(different[0], wanted[different[0]]) if different else SATISFIED
+
+
 class PromptedSimulator:
     """A human played by a language model: it reads the reference and the dialogue in one prompt.
 
@@ -277,7 +295,7 @@ class PromptedSimulator:
             for task, dialogue in zip(tasks, dialogues, strict=True)
         ]
         texts = self.complete([[{"role": "user", "content": prompt}] for prompt in prompts])
-        return [without_reasoning(text)[:REPLY_LIMIT] or "I don't know." for text in texts]
+        return [without_reasoning(text) or "I don't know." for text in texts]
 
 
 class LLMSimulator(PromptedSimulator):

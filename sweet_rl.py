@@ -57,6 +57,7 @@ from simulator import (
     ChatServer,
     KeyboardSimulator,
     LLMSimulator,
+    ScriptedDesigner,
     ScriptedSimulator,
     ServerSimulator,
     chat_prompt,
@@ -71,9 +72,12 @@ STAGES = ("collect", "pairs", "critic", "candidates", "turn-pairs", "actor", "ev
 METHODS = ("single-turn", "zero-shot", "rft", "mt-dpo", "sweet")
 
 
-def option(group: str, tiny, paper, help: str, **more):
-    """A setting: its value for the tiny model, its value from the paper, and one sentence on what it does."""
-    return field(default=None, metadata={"group": group, "tiny": tiny, "paper": paper, "help": help, **more})
+def option(group: str, tiny, paper, help: str, frontend: dict | None = None, **more):
+    """A setting: its value for the tiny model, its value from the paper, and one sentence on what it does.
+
+    `frontend` holds what is different there, by "tiny" and "paper".
+    """
+    return field(default=None, metadata={"group": group, "tiny": tiny, "paper": paper, "help": help, "frontend": frontend or {}, **more})
 
 
 @dataclass
@@ -81,7 +85,7 @@ class Settings:
     """Every flag.  The first value is for the built-in tiny model, the second, from table 5 of the paper, for --model."""
 
     # task
-    task: str = option("task", "backend", "backend", "what to collaborate on", choices=["backend"])
+    task: str = option("task", "backend", "backend", "what to collaborate on", choices=list(colbench.BENCHMARKS))
     max_turns: int = option("task", 10, 10, "agent turns in a dialogue; the last one is the answer")
     # models
     model: str = option("models", "tiny", None, "HF folder or hub name; without it, a tiny model is built and warmed up")
@@ -91,6 +95,10 @@ class Settings:
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
     agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
     human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
+    stylesheet: str = option("models", None, None, "frontend: file of the pages' stylesheet, for a machine without network")
+    embedding: str = option(
+        "models", "pixels", "openai/clip-vit-base-patch32", "frontend: CLIP model that compares pictures, or pixels (ours)"
+    )
     # data
     tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset")
     train_tasks: str = option("data", None, None, "tasks to collect dialogues on: JSONL file (default: --tasks FILE)")
@@ -131,6 +139,7 @@ class Settings:
     seed: int = option("training", 0, 0, "seed of everything random")
     # machine
     out: str = option("machine", None, None, "folder of all files (default: out/<task>-<model>)")
+    against: str = option("machine", None, None, "frontend: eval_*.jsonl file that win rates are against (default: zero-shot's)")
     stages: str = option("machine", ",".join(STAGES), ",".join(STAGES), "stages to run, by commas")
     device: str = option("machine", None, None, "cpu, cuda or mps (default: the best one there is)")
     precision: str = option("machine", None, None, "float32 or bfloat16 compute; weights stay float32", choices=["float32", "bfloat16"])
@@ -163,13 +172,11 @@ def parse_settings(argv: list[str]) -> Settings:
         )  # fmt: skip
     given = parser.parse_args(argv)
     preset = "paper" if given.model not in (None, "tiny") else "tiny"
-    settings = Settings(
-        **{
-            f.name: f.metadata[preset] if getattr(given, f.name) is None else getattr(given, f.name)
-            for f in dataclasses.fields(Settings)
-        }
-    )
-    return check_settings(settings, given)
+    values = {f.name: f.metadata[preset] for f in dataclasses.fields(Settings)}
+    if given.task == "frontend":
+        values |= {f.name: f.metadata["frontend"].get(preset, values[f.name]) for f in dataclasses.fields(Settings)}
+    values |= {name: value for name, value in vars(given).items() if value is not None}
+    return check_settings(Settings(**values), given)
 
 
 def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
@@ -239,19 +246,28 @@ TINY_TEMPLATE = (
 )
 
 
-def tiny_phrases() -> list[str]:
-    """What the miniature world is made of, one token each; any other text falls back to its bytes."""
+def backend_phrases() -> list[str]:
+    """What the miniature's functions and talks are made of."""
     facts = [(name, value) for name in colbench.DETAILS for value in colbench.VALUES]
     phrases = [part for text in (colbench.REQUEST, colbench.QUESTION, HINT) for part in re.split(r"\{\w*\}", text)]
     phrases += [colbench.FACT.format(name, value) for name, value in facts]
     phrases += ["\n    " + colbench.DETAILS[name].format(value) for name, value in facts]
     phrases += [colbench.ENOUGH, colbench.UNKNOWN, colbench.GOODBYE, *colbench.THINGS, *colbench.DETAILS]
-    phrases += [TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, colbench.ANSWER_MARKER + "\n", "def fee(x):", "\n    return x"]
-    return [phrase for phrase in dict.fromkeys(phrases) if phrase]
+    return phrases + [TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, colbench.ANSWER_MARKER + "\n", "def fee(x):", "\n    return x"]
 
 
-def tiny_tokenizer():
-    """A byte-level tokenizer plus one token per phrase."""
+def frontend_phrases() -> list[str]:
+    """What the miniature's pages and talks are made of."""
+    values = [(name, value) for name, lines in colbench.CHOICES.items() for value in lines]
+    phrases = [part for text in (colbench.PAGE_REQUEST, HINT) for part in re.split(r"\{\w*\}", text)]
+    phrases += [colbench.PAGE_FACT.format(name, value) for name, value in values]
+    phrases += ["\n" + colbench.CHOICES[name][value] for name, value in values]
+    phrases += ["<html>", "\n</main></body></html>", colbench.SATISFIED, colbench.NO_PAGE, *colbench.BUSINESSES]
+    return phrases + [TINY_PROMPT, TINY_SINGLE_TURN_PROMPT, colbench.ANSWER_MARKER + "\n", colbench.OUTPUT_MARKER + "\n"]
+
+
+def tiny_tokenizer(task: str = "backend"):
+    """A byte-level tokenizer plus one token for each phrase of the miniature world; any other text falls back to its bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -260,7 +276,7 @@ def tiny_tokenizer():
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"])
-    core.add_tokens([AddedToken(phrase, normalized=False) for phrase in tiny_phrases()])
+    core.add_tokens([AddedToken(phrase, normalized=False) for phrase in dict.fromkeys(MINIATURES[task].phrases()) if phrase])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<|pad|>", eos_token="<|end|>")
     tokenizer.chat_template = TINY_TEMPLATE
     return tokenizer
@@ -278,7 +294,11 @@ def tiny_model(tokenizer):
     return LlamaForCausalLM(config)
 
 
-def scripted_action(history: list[Message], hint: str | None, rng: random.Random) -> str:
+FACT_PATTERN = re.compile(r"the ([a-z ]+) is (\d+)\.")
+PAGE_FACT_PATTERN = re.compile(r"the (\w+) should be ([a-z ]+)\.")
+
+
+def scripted_programmer(history: list[Message], hint: str | None, rng: random.Random, at_once: bool) -> str:
     """One message of the warm-up's author, who is often lazy and sometimes off the point.
 
     This is the quality that the tiny model starts from, as an instruct model starts from its own.  With a hint
@@ -292,33 +312,75 @@ def scripted_action(history: list[Message], hint: str | None, rng: random.Random
     wanted = [name for name in colbench.miniature_details(hint or "") if name not in facts]
     told_all = FACT_PATTERN.search(history[0]["content"])
     lazy = 1.0 if told_all else 0.6 if history[-1]["content"].endswith(colbench.ENOUGH) else 0.1
-    if not possible or rng.random() < lazy:
+    if at_once or not possible or rng.random() < lazy:
         return colbench.ANSWER_MARKER + "\n" + colbench.miniature_code(facts)
     if wanted and rng.random() < 0.65:
         return colbench.QUESTION.format(rng.choice(wanted))
     return colbench.QUESTION.format(rng.choice(possible if rng.random() < 0.65 else list(colbench.DETAILS)))
 
 
-FACT_PATTERN = re.compile(r"the ([a-z ]+) is (\d+)\.")
+def scripted_designer(history: list[Message], hint: str | None, rng: random.Random, at_once: bool) -> str:
+    """One page of the warm-up's author, who forgets, fiddles with what was fine, and often stops too early or too late."""
+    told = dict(pair for m in history if m["role"] == "user" for pair in PAGE_FACT_PATTERN.findall(m["content"]))
+    before = colbench.miniature_choices(history[-2]["content"]) if len(history) > 1 else {}
+    usual = colbench.favourites(next(b for b in colbench.BUSINESSES if f" {b}." in history[0]["content"]))
+    wanted = colbench.miniature_choices(hint or "")
+    page = {}
+    for name, lines in colbench.CHOICES.items():
+        best = wanted.get(name) if wanted and rng.random() < 0.65 else told.get(name) or before.get(name) or usual[name]
+        careful = 0.5 if not before and not told else 0.85
+        page[name] = best if rng.random() < careful else rng.choice(list(lines))
+    told_all = at_once or PAGE_FACT_PATTERN.search(history[0]["content"])
+    last = 1.0 if told_all else 0.6 if history[-1]["content"] == colbench.SATISFIED else 0.1
+    marker = colbench.ANSWER_MARKER if rng.random() < last else colbench.OUTPUT_MARKER
+    return marker + "\n" + colbench.miniature_page(page)
 
 
-def warm_up_dialogue(task: Task, kind: str, rng: random.Random) -> tuple[list[Message], str | None]:
+def some_details(rng: random.Random) -> list[str]:
+    """One to three details of a function, told."""
+    names = rng.sample(list(colbench.DETAILS), rng.randint(1, 3))
+    return [colbench.FACT.format(name, rng.choice(colbench.VALUES)) for name in names]
+
+
+def some_choices(rng: random.Random) -> list[str]:
+    """Some or all values of a page, told."""
+    names = rng.sample(list(colbench.CHOICES), rng.randint(1, len(colbench.CHOICES)))
+    return [colbench.PAGE_FACT.format(name, rng.choice(list(colbench.CHOICES[name]))) for name in names]
+
+
+@dataclass(frozen=True)
+class Miniature:
+    """What the two miniature worlds differ in, beside colbench.BENCHMARKS."""
+
+    phrases: Callable[[], list[str]]
+    author: Callable[[list[Message], str | None, random.Random, bool], str]
+    some_facts: Callable[[random.Random], list[str]]
+    human: Callable
+    train_tasks: int
+    test_tasks: int
+    warm_up_tasks: int
+
+
+MINIATURES = {
+    "backend": Miniature(backend_phrases, scripted_programmer, some_details, ScriptedSimulator, 300, 500, 6000),
+    "frontend": Miniature(frontend_phrases, scripted_designer, some_choices, ScriptedDesigner, 200, 200, 2500),
+}
+
+
+def warm_up_dialogue(world: Miniature, task: Task, kind: str, rng: random.Random) -> tuple[list[Message], str | None]:
     """(messages, hint) of one scripted dialogue.
 
     Kinds: "plain"; "hinted", by an author who has read the hint, so that the model can use one as an instruct
-    model can; "told", where the request tells all, so that it learns to copy; "single", an answer at once.
+    model can; "told", where the request tells much, so that it learns to copy; "single", an answer at once.
     """
     hint = task.ground_truth if kind == "hinted" else None
     if kind == "told":
-        facts = [colbench.FACT.format(n, rng.choice(colbench.VALUES)) for n in rng.sample(list(colbench.DETAILS), rng.randint(1, 3))]
-        task = dataclasses.replace(task, problem_description=" ".join([task.problem_description, *facts]))
+        task = dataclasses.replace(task, problem_description=" ".join([task.problem_description, *world.some_facts(rng)]))
 
     def author(histories):
-        if kind == "single":
-            return [colbench.Action(colbench.ANSWER_MARKER + "\n" + colbench.miniature_code({}))]
-        return [colbench.Action(scripted_action(history, hint, rng)) for history in histories]
+        return [colbench.Action(world.author(history, hint, rng, kind == "single")) for history in histories]
 
-    trajectory = colbench.rollout(author, ScriptedSimulator().reply, [task])[0]
+    trajectory = colbench.rollout(author, world.human().reply, [task])[0]
     prompt = TINY_SINGLE_TURN_PROMPT if kind == "single" else TINY_PROMPT
     return [{"role": "system", "content": prompt}, *trajectory.dialogue], hint
 
@@ -793,7 +855,7 @@ def warm_cosine(step: int, steps: int) -> float:
 # ---------------------------------------------------------------------------------------------------------
 # 7. The run: which file is made from what, and what is there already
 MODEL_SETTINGS = ("task", "model", "seed")
-ROLLOUT_SETTINGS = ("max_turns", "max_new_tokens", "agent_prompt")
+ROLLOUT_SETTINGS = ("max_turns", "max_new_tokens", "agent_prompt", "embedding", "stylesheet")
 PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: stage, settings, what it is made from
     "base": ("collect", MODEL_SETTINGS, ()),
     "trajectories.jsonl": (
@@ -973,12 +1035,13 @@ class Sweet:
         self.settings, self.run = settings, Run(settings)
         self.device, self.dtype = pick_device(settings)
         self.trainer = Trainer(settings, self.device, self.dtype)
+        self.benchmark, self.miniature = colbench.BENCHMARKS[settings.task], MINIATURES[settings.task]
         tiny = settings.is_tiny
         if tiny:
             torch.set_num_threads(1)  # on a model this small a second thread only waits
-        self.system = prompt_file(settings.agent_prompt, TINY_PROMPT if tiny else colbench.AGENT_PROMPT)
-        self.single_turn_system = TINY_SINGLE_TURN_PROMPT if tiny else colbench.SINGLE_TURN_PROMPT
-        self.human_prompt = prompt_file(settings.human_prompt, colbench.HUMAN_PROMPT)
+        self.system = prompt_file(settings.agent_prompt, TINY_PROMPT if tiny else self.benchmark.agent_prompt)
+        self.single_turn_system = TINY_SINGLE_TURN_PROMPT if tiny else self.benchmark.single_turn_prompt
+        self.human_prompt = prompt_file(settings.human_prompt, self.benchmark.human_prompt)
 
     # --- what the stages share
     def model(self, product: str):
@@ -1008,7 +1071,7 @@ class Sweet:
         """The human that --simulator names; `model` is at hand and serves if it is the untouched one."""
         s = self.settings
         if s.simulator in ("scripted", "tiny"):
-            return ScriptedSimulator()
+            return self.miniature.human()
         if s.simulator == "keyboard":
             return KeyboardSimulator()
         if self.server:
@@ -1023,10 +1086,26 @@ class Sweet:
         messages = [{key: m[key] for key in kept if key in m} for m in messages]
         return [{"role": "system", "content": self.system}, *messages]
 
+    def rewards(self, tasks: list[Task], answers: list[str]) -> list[float]:
+        """Fractions of unit tests, or similarities of pictures."""
+        if self.settings.task == "backend":
+            return colbench.unit_test_rewards(tasks, answers)
+        return colbench.cosine_rewards(tasks, answers, self.embed, self.settings.stylesheet)
+
+    @functools.cached_property
+    def embed(self) -> Callable:
+        """What turns pictures into vectors whose cosine is the frontend's reward."""
+        name = self.settings.embedding
+        return colbench.pixel_embedding if name == "pixels" else colbench.clip_embedding(name, self.device)
+
+    def trajectories(self, source) -> list[Trajectory]:
+        """The trajectories of a file of this run, or of the user's."""
+        return colbench.load_trajectories(source, self.benchmark.task_fields)
+
     def rewarded_rows(self, trajectories: list[Trajectory]) -> list[dict]:
         """Official rows; a missing reward is computed.  A task whose reference cannot run keeps none."""
         bare = [t for t in trajectories if t.reward is None]
-        rewards = colbench.unit_test_rewards([t.task for t in bare], [t.answer for t in bare])
+        rewards = self.rewards([t.task for t in bare], [t.answer for t in bare])
         for trajectory, reward in zip(bare, rewards):
             trajectory.reward = None if math.isnan(reward) else float(reward)
         return [colbench.trajectory_row(t) for t in trajectories]
@@ -1035,7 +1114,8 @@ class Sweet:
         """Play a dialogue per task, in batches, into a trajectories file."""
 
         def rows(batch: list[Task]) -> list[dict]:
-            return self.rewarded_rows(colbench.rollout(agent, human.reply, batch, max_turns))
+            played = colbench.rollout(agent, human.reply, batch, max_turns, self.benchmark.find_answer, self.benchmark.reply_limit)
+            return self.rewarded_rows(played)
 
         self.run.rows_by_batch(path, tasks, self.settings.generate_batch, rows)
 
@@ -1044,13 +1124,14 @@ class Sweet:
         """Train the tiny model on scripted dialogues of mixed quality until it stands in for an instruct model."""
         s = self.settings
         torch.manual_seed(seed_of(s.seed, "tiny"))
-        tokenizer = tiny_tokenizer()
+        world = self.miniature
+        tokenizer = tiny_tokenizer(s.task)
         model = tiny_model(tokenizer).to(self.device)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
-        tasks = colbench.miniature_tasks("train", TINY_TRAIN_TASKS + WARM_UP_TASKS, s.seed)[TINY_TRAIN_TASKS:]
+        tasks = self.benchmark.miniature_tasks("train", world.train_tasks + world.warm_up_tasks, s.seed)[world.train_tasks :]
         rng = random.Random(s.seed)
         kinds = itertools.cycle(WARM_UP_KINDS)
-        dialogues = [warm_up_dialogue(task, kind, rng) for task, kind in zip(tasks, kinds)]
+        dialogues = [warm_up_dialogue(world, task, kind, rng) for task, kind in zip(tasks, kinds)]
         examples = [Example([encoder.dialogue(messages, hint)]) for messages, hint in dialogues]
         objective = likelihood_objective(mean_tokens(examples))
         self.run.log(self.trainer.train(model, examples, objective, "warm-up", 3e-3, WARM_UP_EPOCHS, 64))
@@ -1061,7 +1142,7 @@ class Sweet:
         """Offline dialogues: k blocks of one dialogue per task, or someone's file."""
         s = self.settings
         if s.trajectories:
-            trajectories = first_tasks(colbench.load_trajectories(s.trajectories), s.num_tasks)
+            trajectories = first_tasks(self.trajectories(s.trajectories), s.num_tasks)
             colbench.write_jsonl(path, self.rewarded_rows(trajectories))
             return
         tasks = self.tasks("train")
@@ -1074,9 +1155,9 @@ class Sweet:
         source = s.train_tasks if split == "train" else s.tasks
         if source:
             paper = 1000 if source == colbench.HUB_DATASET else None  # the paper's test tasks are the first 1,000
-            return colbench.load_tasks(source)[: s.num_tasks or paper]
-        count = s.num_tasks or (TINY_TRAIN_TASKS if split == "train" else TINY_TEST_TASKS)
-        return colbench.miniature_tasks(split, count, s.seed)
+            return colbench.load_tasks(source, self.benchmark.task_fields)[: s.num_tasks or paper]
+        count = s.num_tasks or (self.miniature.train_tasks if split == "train" else self.miniature.test_tasks)
+        return self.benchmark.miniature_tasks(split, count, s.seed)
 
     def check_inputs(self) -> None:
         """Read the user's files and ask the user's server before anything is trained: a fault is to show now."""
@@ -1086,35 +1167,36 @@ class Sweet:
         if s.tasks and "evaluate" in stages:
             self.tasks("test")
         if s.trajectories and "collect" in stages:
-            colbench.load_trajectories(s.trajectories)
+            self.trajectories(s.trajectories)
         elif s.train_tasks and "collect" in stages:
             self.tasks("train")
 
     # --- stage 2
-    def pairs(self, path: Path) -> None:
-        """For each task its first full success, if it has one, against every dialogue with a lower reward."""
+    def groups(self) -> list[list[Trajectory]]:
+        """The dialogues that have a reward and a message of the agent, task by task."""
         by_task: dict[str, list[Trajectory]] = {}
-        for t in colbench.load_trajectories(self.run.path("trajectories.jsonl")):
+        for t in self.trajectories(self.run.path("trajectories.jsonl")):
             if t.reward is not None and t.turns:
                 by_task.setdefault(t.task.problem_description + t.task.ground_truth, []).append(t)
-        rows = []
-        for group in by_task.values():
-            best = next((t for t in group if t.reward == 1.0), None)
-            rows += [
-                {
-                    "chosen": self.with_system(best.dialogue),
-                    "rejected": self.with_system(t.dialogue),
-                    "ground_truth": best.task.ground_truth,
-                }
-                for t in group
-                if best and t.reward < 1.0
-            ]
+        return list(by_task.values())
+
+    def pairs(self, path: Path) -> None:
+        """Better against worse dialogue of a task: which two make a pair is the benchmark's."""
+        pairs = [[(group[i], group[j]) for i, j in self.benchmark.preferred([t.reward for t in group])] for group in self.groups()]
+        rows = [
+            {
+                "chosen": self.with_system(better.dialogue),
+                "rejected": self.with_system(worse.dialogue),
+                "ground_truth": better.task.ground_truth,
+            }
+            for better, worse in itertools.chain.from_iterable(pairs)
+        ]
         if not rows:
             raise InputError(
-                f"{self.run.path('trajectories.jsonl')}: no task has both a dialogue that passes every test and one that "
-                "does not, so there is no pair to learn from: collect more (--dialogues, --num-tasks) or use a stronger model"
+                f"{self.run.path('trajectories.jsonl')}: no task has one dialogue that is good enough and one that is worse, so "
+                "there is no pair to learn from: collect more (--dialogues, --num-tasks) or use a stronger model"
             )
-        print(f"  {len(rows)} pairs on {sum(any(t.reward == 1.0 for t in g) for g in by_task.values())} tasks")
+        print(f"  {len(rows)} pairs on {sum(map(bool, pairs))} tasks")
         colbench.write_jsonl(path, rows)
 
     # --- stage 3
@@ -1152,7 +1234,7 @@ class Sweet:
     def candidates(self, path: Path) -> None:
         """For each turn of the first dialogues: 16 messages from the agent, without c, scored by the critic, with c."""
         s = self.settings
-        trajectories = colbench.load_trajectories(self.run.path("trajectories.jsonl"))
+        trajectories = self.trajectories(self.run.path("trajectories.jsonl"))
         trajectories = trajectories[: math.ceil(s.turn_fraction * len(trajectories))]
         turns = [(t.task, turn.history) for t in trajectories for turn in t.turns]
         model, tokenizer, encoder = self.model("base")
@@ -1237,8 +1319,8 @@ class Sweet:
         """Baseline: the likelihood of the agent's tokens in successful dialogues."""
         s = self.settings
         model, tokenizer, encoder = self.model("base")
-        trajectories = colbench.load_trajectories(self.run.path("trajectories.jsonl"))
-        good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in trajectories if t.reward == 1.0]
+        chosen = [group[i] for group in self.groups() for i in self.benchmark.good([t.reward for t in group])]
+        good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in chosen]
         if not good:
             raise InputError(f"{self.run.path('trajectories.jsonl')}: no successful dialogue to fine-tune on")
         objective = likelihood_objective(mean_tokens(good))
@@ -1272,8 +1354,7 @@ class Sweet:
         return shown
 
 
-TINY_TRAIN_TASKS, TINY_TEST_TASKS = 300, 500
-WARM_UP_TASKS, WARM_UP_EPOCHS = 6000, 11
+WARM_UP_EPOCHS = 11
 WARM_UP_KINDS = ("plain", "hinted", "told", "plain", "hinted", "told", "plain", "hinted", "single")
 
 
@@ -1377,27 +1458,43 @@ def results(sweet: Sweet) -> dict:
     for method in [m for m in METHODS if m in sweet.settings.methods.split(",")]:
         figures = {}
         for name in ("", "_greedy"):
-            trajectories = colbench.load_trajectories(sweet.run.path(f"eval_{method}{name}.jsonl"))
+            trajectories = sweet.trajectories(sweet.run.path(f"eval_{method}{name}.jsonl"))
             rewards = [t.reward for t in trajectories if t.reward is not None]
-            figures[name] = colbench.backend_figures(rewards) | {"invalid": len(trajectories) - len(rewards)}
+            figures[name] = sweet.benchmark.figures(rewards, opponent_rewards(sweet, name, trajectories))
+            figures[name]["invalid"] = len(trajectories) - len(rewards)
         methods[method] = figures[""] | {"greedy": figures["_greedy"]}
     answer = {"methods": methods}
     sweet.run.write_json("results.json", answer)
     return answer
 
 
-def print_table(methods: dict) -> None:
-    """Success and tests passed in percent with 95 % intervals; greedy beside sampled."""
+def opponent_rewards(sweet: Sweet, name: str, trajectories: list[Trajectory]) -> list[float] | None:
+    """Rewards of --against, by default of the zero-shot agent, on the same tasks; None where it has not played."""
+    path = Path(sweet.settings.against or sweet.run.path(f"eval_zero-shot{name}.jsonl"))
+    if not path.exists() and not sweet.settings.against:
+        return None
+    others = {(t.task.problem_description, t.task.ground_truth): t.reward for t in sweet.trajectories(path)}
+    try:
+        return [others[t.task.problem_description, t.task.ground_truth] for t in trajectories]
+    except KeyError:
+        raise InputError(f"{path}: not every held-out task of this run was played there, so there is no win rate") from None
+
+
+def print_table(methods: dict, columns: dict[str, str]) -> None:
+    """The benchmark's figures in percent with 95 % intervals; greedy beside sampled."""
 
     def cell(figures: dict, key: str) -> str:
+        if key not in figures:
+            return "-"
         low, high = figures[key + "_interval"]
         return f"{100 * figures[key]:5.1f} [{100 * low:4.1f}, {100 * high:5.1f}]"
 
-    print(f"\n{'method':12s} {'success %':>20s} {'tests passed %':>20s} {'greedy success %':>20s}    n")
+    first = next(iter(columns))
+    heads = [*columns.values(), "greedy " + columns[first]]
+    print(f"\n{'method':12s} " + " ".join(f"{head:>20s}" for head in heads) + "    n")
     for method, f in methods.items():
-        print(
-            f"{method:12s} {cell(f, 'success'):>20s} {cell(f, 'tests_passed'):>20s} {cell(f['greedy'], 'success'):>20s} {f['n']:4d}"
-        )
+        cells = [*(cell(f, key) for key in columns), cell(f["greedy"], first)]
+        print(f"{method:12s} " + " ".join(f"{text:>20s}" for text in cells) + f" {f['n']:4d}")
 
 
 def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:
@@ -1407,9 +1504,7 @@ def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:
     """
     if not {"zero-shot", "sweet"} <= set(sweet.settings.methods.split(",")):
         return []
-    before, after = (
-        colbench.load_trajectories(sweet.run.path(f"eval_{method}.jsonl")) for method in ("zero-shot", "sweet")
-    )
+    before, after = (sweet.trajectories(sweet.run.path(f"eval_{method}.jsonl")) for method in ("zero-shot", "sweet"))
     better = [i for i, (b, a) in enumerate(zip(before, after)) if a.reward == 1.0 and b.reward != 1.0][:1]
     indices = sorted({*range(min(count, len(before))), *better})
     sides = iter(sweet.scored_dialogues([side[i] for i in indices for side in (before, after)]))
@@ -1493,12 +1588,13 @@ def main(argv: list[str] | None = None) -> int:
         why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
         print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
         sweet = Sweet(settings)
-        print(f"reward: {colbench.reward_protections()}")
+        if settings.task == "backend":
+            print(f"reward: {colbench.reward_protections()}")
         run_stages(sweet)
         methods, dialogues = {}, []
         if "evaluate" in settings.stages.split(","):
             methods, dialogues = results(sweet)["methods"], before_and_after(sweet)
-            print_table(methods)
+            print_table(methods, sweet.benchmark.columns)
             if dialogues and sweet.run.path("critic").exists():
                 show_dialogue(dialogues)
         write_report(sweet, methods, dialogues)

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 import simulator
 import sweet_rl
-from colbench import GOODBYE, REPLY_LIMIT, UNKNOWN, Action, InputError, Task, miniature_code
+from colbench import GOODBYE, UNKNOWN, Action, InputError, Task, miniature_code
 from simulator import (
     ChatModel,
     ChatServer,
@@ -111,14 +111,12 @@ class Parrot(PromptedSimulator):
 REPLIES = {  # what a model says: what the agent gets to read
     "It is three.": "It is three.",
     " \n x \n": "x",
-    "x" * 399: "x" * 399,
-    "x" * 5000: "x" * 400,
     "": "I don't know.",
     "<think>the code says 3</think> Three.": "Three.",
     "<think>a\nb</think>One.<think>c</think> Two.": "One. Two.",
     "<think>never ends " + "x" * 500: "I don't know.",
     "<think></think>": "I don't know.",
-    "<think>" + "t" * 500 + "</think>" + "x" * 500: "x" * 400,  # reasoning does not count into the 400
+    "<think>" + "t" * 500 + "</think>" + "x" * 500: "x" * 500,
     "the code says SENTINEL</think>Three.": "Three.",  # templates of reasoning models open the tag in the prompt
 }
 
@@ -156,7 +154,7 @@ def test_the_agents_own_model_can_be_the_human(model, tokenizer):
     human.chat.max_new_tokens = 12
     dialogues = [dialogue("what?"), dialogue("what is the rate?", "no", "and the limit?"), dialogue("")]
     replies = human.reply([TASK] * 3, dialogues)
-    assert len(replies) == 3 and all(0 < len(reply) <= REPLY_LIMIT for reply in replies)
+    assert len(replies) == 3 and all(replies)
     assert replies == [human.reply([TASK], [one])[0] for one in dialogues]  # greedy, alone as in a batch
 
 
@@ -210,9 +208,9 @@ def naps(monkeypatch):
 
 
 def test_a_server_as_human():
-    with server(lambda body, _: choice("x" * 500)) as (url, requests):
+    with server(lambda body, _: choice("x")) as (url, requests):
         human = ServerSimulator(ChatServer(url + "/"))
-        assert human.reply([TASK], [dialogue("what?")]) == ["x" * 400]
+        assert human.reply([TASK], [dialogue("what?")]) == ["x"]
     body = requests[0]["body"]
     assert requests[0]["path"] == "/v1/chat/completions" and requests[0]["key"] is None
     assert body["model"] == "first" and body["temperature"] == 0 and body["n"] == 1 and body["max_tokens"] > 0

@@ -1,6 +1,7 @@
 """The algorithm: equations by hand, packed log-probs against plain ones, who may read c, files and flags."""
 
 import copy
+import dataclasses
 import hashlib
 import json
 import math
@@ -486,9 +487,12 @@ def test_c_stands_in_the_first_user_message_where_there_is_no_system_role():
     assert text.startswith("<|user|>ask, then answer.") and text.index("CODE") < text.index("write fee(x)")
 
 
-def test_the_tiny_model_is_tiny_and_knows_its_phrases(model, tokenizer):
+@pytest.mark.parametrize("task", sweet_rl.MINIATURES)
+def test_the_tiny_model_is_tiny_and_knows_its_phrases(model, task):
+    tokenizer = sweet_rl.tiny_tokenizer(task)
     assert model.num_parameters() < 2_000_000
-    assert [len(text_ids(tokenizer, phrase)) for phrase in sweet_rl.tiny_phrases()] == [1] * len(sweet_rl.tiny_phrases())
+    for phrase in filter(None, sweet_rl.MINIATURES[task].phrases()):
+        assert len(text_ids(tokenizer, phrase)) == 1
     for text in ("", "é\n\t x = x * 77", miniature_code({"rate": 3, "limit": 20})):
         assert tokenizer.decode(text_ids(tokenizer, text)) == text
 
@@ -1079,7 +1083,8 @@ def finished(tmp_path_factory):
     patch.setattr(Run, "make", make)
     patch.setattr(sweet_rl, "chat_prompt", spy("scoring"))
     patch.setattr(simulator, "chat_prompt", spy("sampling"))
-    patch.setattr(sweet_rl, "WARM_UP_TASKS", 70)
+    small = dataclasses.replace(sweet_rl.MINIATURES["backend"], warm_up_tasks=70)
+    patch.setitem(sweet_rl.MINIATURES, "backend", small)
     patch.setattr(sweet_rl, "WARM_UP_EPOCHS", 1)
     argv = [*SMOKE, "--out", str(folder / "out"), "--trajectories", str(folder / "offline.jsonl")]
     argv += ["--tasks", str(folder / "tasks.jsonl")]
