@@ -25,10 +25,12 @@ critic's loss sums per-turn means (not one mean over the dialogue), and scoring 
 """
 
 import argparse
+import base64
 import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -100,13 +102,13 @@ class Settings:
         "models", "pixels", "openai/clip-vit-base-patch32", "frontend: CLIP model that compares pictures, or pixels (ours)"
     )
     # data
-    tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset")
+    tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset", {"paper": None})
     train_tasks: str = option("data", None, None, "tasks to collect dialogues on: JSONL file (default: --tasks FILE)")
     trajectories: str = option(
-        "data", None, colbench.HUB_DATASET, "offline dialogues, instead of collecting: JSONL file or hub dataset"
+        "data", None, colbench.HUB_DATASET, "offline dialogues, instead of collecting: JSONL file or hub dataset", {"paper": None}
     )
     num_tasks: int = option("data", None, None, "use the first N tasks of each split only")
-    dialogues: int = option("data", 3, 3, "dialogues to collect per task")
+    dialogues: int = option("data", 3, 3, "dialogues to collect per task", {"paper": 6})
     # method
     methods: str = option("method", ",".join(METHODS), ",".join(METHODS), "what to train and evaluate, by commas")
     critic: str = option(
@@ -129,10 +131,10 @@ class Settings:
     actor_lr: float = option("training", 2e-4, 2e-7, "learning rate of the actor")
     rft_lr: float = option("training", 1e-3, 2e-7, "learning rate of Rejection Fine-Tuning")
     mt_dpo_lr: float = option("training", 8e-4, 2e-7, "learning rate of Multi-Turn DPO")
-    critic_epochs: int = option("training", 4, 4, "epochs of the critic")
+    critic_epochs: int = option("training", 4, 4, "epochs of the critic", {"paper": 8})
     actor_epochs: int = option("training", 1, 1, "epochs of the actor")
-    rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning")
-    mt_dpo_epochs: int = option("training", 2, 4, "epochs of Multi-Turn DPO")
+    rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning", {"paper": 8})
+    mt_dpo_epochs: int = option("training", 2, 4, "epochs of Multi-Turn DPO", {"paper": 8})
     batch_size: int = option("training", 32, 8, "pairs per optimizer step")
     rft_batch_size: int = option("training", 32, 32, "dialogues per optimizer step of Rejection Fine-Tuning")
     max_length: int = option("training", 512, 8192, "longest dialogue in tokens; longer ones are left out, and counted")
@@ -165,6 +167,7 @@ def parse_settings(argv: list[str]) -> Settings:
         group = groups.setdefault(m["group"], parser.add_argument_group(m["group"]))
         defaults = [f"{m[key]} {who}" for key, who in (("tiny", "tiny"), ("paper", "with --model")) if m[key] is not None]
         default = f"{m['tiny']}" if m["tiny"] == m["paper"] else ", ".join(defaults)
+        default += "".join(f"; frontend: {value}" for value in m["frontend"].values() if value is not None)
         value = {"type": f.type, "choices": m.get("choices"), "metavar": f.type.__name__.upper()}
         group.add_argument(
             "--" + f.name.replace("_", "-"), **({"action": "store_const", "const": True} if f.type is bool else value),
@@ -196,6 +199,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         s.trajectories = None  # someone's own tasks: the dialogues are collected on them, not taken from the hub
     if s.tasks and not s.trajectories and not s.train_tasks:
         s.train_tasks = s.tasks
+    if not s.is_tiny and not s.tasks:
+        raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
     s.simulator = s.simulator or s.model
     s.out = s.out or f"out/{s.task}-{Path(s.model).name}"
     return s
@@ -1508,7 +1513,7 @@ def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:
     better = [i for i, (b, a) in enumerate(zip(before, after)) if a.reward == 1.0 and b.reward != 1.0][:1]
     indices = sorted({*range(min(count, len(before))), *better})
     sides = iter(sweet.scored_dialogues([side[i] for i in indices for side in (before, after)]))
-    return [
+    rows = [
         {
             "task": i + 1,
             "first_better": i in better,
@@ -1518,6 +1523,18 @@ def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:
         }
         for i in indices
     ]
+    if sweet.settings.task == "frontend":
+        for row in rows:
+            pages = [row["before"]["answer"], row["reference"], row["after"]["answer"]]
+            row["pictures"] = [picture_url(picture) for picture in colbench.render(pages, sweet.settings.stylesheet)]
+    return rows
+
+
+def picture_url(picture, width: int = 320) -> str:
+    """A screenshot, made small, as an address that holds the picture itself."""
+    file = io.BytesIO()
+    picture.resize((width, max(1, picture.height * width // picture.width))).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def show_dialogue(rows: list[dict]) -> None:
@@ -1559,6 +1576,7 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
     data = {
         "settings": {name: getattr(sweet.settings, name) for name in shaping},
         "methods": methods,
+        "columns": sweet.benchmark.columns,
         "curves": training_curves(rows("metrics.jsonl", {"run": str})),
         "dialogues": dialogues,
         "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],

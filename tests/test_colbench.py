@@ -1,6 +1,7 @@
 """Tasks, files, protocol, rollout, figures and the miniature.  The sandboxed reward has test_reward.py."""
 
 import json
+import math
 import re
 
 import pytest
@@ -27,7 +28,7 @@ from colbench import (
     unit_test_rewards,
     wilson_interval,
 )
-from simulator import ScriptedSimulator
+from simulator import ScriptedDesigner, ScriptedSimulator
 
 TASK_ROW = {"problem_description": "write f", "ground_truth": "def f(x):\n    return x", "test_cases": {"test1": "f(1)"}}
 TASK = Task(**TASK_ROW)
@@ -409,3 +410,68 @@ def test_one_question_reveals_one_detail():
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
     with pytest.raises(colbench.InputError, match="nowhere/rows.jsonl: cannot be written .No such file or directory."):
         colbench.write_jsonl(tmp_path / "nowhere" / "rows.jsonl", [{}])
+
+
+# --- frontend design
+PAGES = colbench.miniature_page_tasks("train", 50)
+
+
+def test_page_tasks_are_distinct_repeatable_and_read_back():
+    assert len({(t.problem_description, t.ground_truth) for t in PAGES}) == 50
+    assert PAGES == colbench.miniature_page_tasks("train", 60)[:50] != colbench.miniature_page_tasks("train", 50, 1)
+    assert not {*map(str, PAGES)} & {*map(str, colbench.miniature_page_tasks("test", 50))}
+    for task in PAGES:
+        values = colbench.miniature_choices(task.ground_truth)
+        assert list(values) == list(colbench.CHOICES) and colbench.miniature_page(values) == task.ground_truth
+
+
+def test_the_designer_names_the_most_outstanding_difference():
+    wanted = colbench.miniature_choices(PAGES[0].ground_truth)
+    shown = {name: next(value for value in lines if value != wanted[name]) for name, lines in colbench.CHOICES.items()}
+    human, told = ScriptedDesigner(), []
+    for _ in colbench.CHOICES:
+        reply = human.reply([PAGES[0]], [[{"role": "assistant", "content": colbench.miniature_page(shown)}]])[0]
+        name = next(name for name in colbench.CHOICES if reply == colbench.PAGE_FACT.format(name, wanted[name]))
+        shown[name] = wanted[name]
+        told.append(name)
+    assert told == list(colbench.CHOICES)
+    assert human.reply([PAGES[0]], [[{"role": "assistant", "content": colbench.miniature_page(shown)}]]) == [colbench.SATISFIED]
+    assert human.reply([PAGES[0]], [[{"role": "assistant", "content": "hello"}]]) == [colbench.NO_PAGE]
+
+
+@pytest.mark.parametrize(
+    "messages, answer",
+    [
+        (["OUTPUT:<html>1</html>", "I WANT TO ANSWER: <html>2</html>"], "<html>2</html>"),
+        (["a thought OUTPUT: <html>1</html>", "I WANT TO ANSWER: done"], "<html>1</html>"),  # the last page of ANY turn
+        (["no page", "none"], ""),
+    ],
+)
+def test_the_answer_of_frontend_is_the_last_page(messages, answer):
+    said = iter(messages)
+    agent = lambda histories: [colbench.Action(next(said))]
+    human = lambda tasks, dialogues: ["y" * 2000]
+    trajectory = colbench.rollout(agent, human, PAGES[:1], 2, colbench.final_page, 1000)[0]
+    assert trajectory.answer == answer and len(trajectory.dialogue[2]["content"]) == 1000
+
+
+def test_which_dialogues_of_a_task_make_pairs_and_are_learnt_from():
+    assert colbench.full_success_pairs([0.5, 1.0, 1.0, 0.0]) == [(1, 0), (1, 3)] and colbench.full_success_pairs([0.9]) == []
+    assert colbench.margin_pairs([0.5, 0.75, 0.8]) == [(1, 0), (2, 0)]
+    assert colbench.full_successes([0.5, 1.0, 1.0]) == [1, 2] and colbench.best_one([0.5, 0.9, 0.9]) == [1]
+
+
+def test_frontend_figures_count_a_tie_as_half_a_win():
+    figures = colbench.frontend_figures([0.5, 0.7, 0.9, 0.9], [0.6, 0.6, 0.9, 0.1])
+    assert figures["win_rate"] == (0 + 1 + 0.5 + 1) / 4 and figures["cosine"] == pytest.approx(0.75) and figures["n"] == 4
+    low, high = figures["cosine_interval"]
+    assert high - low == pytest.approx(2 * 1.96 * math.sqrt((0.0625 + 0.0025 + 0.0225 * 2) / 4 / 4))
+    assert "win_rate" not in colbench.frontend_figures([0.5], None)
+
+
+def test_frontend_rows_have_no_test_cases(tmp_path):
+    fields = colbench.BENCHMARKS["frontend"].task_fields
+    colbench.save_trajectories(tmp_path / "t.jsonl", [Trajectory(PAGES[0], [], "page", 0.5)])
+    assert load_trajectories(tmp_path / "t.jsonl", fields)[0].task == PAGES[0]
+    with pytest.raises(InputError, match="t.jsonl, line 1, task: the field 'test_cases' is missing"):
+        load_trajectories(tmp_path / "t.jsonl")

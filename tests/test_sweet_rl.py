@@ -1439,6 +1439,7 @@ def hostile_page() -> str:
     data = {
         "settings": {"task": text, "model": text, "seed": 0},
         "methods": {text: figures | {"greedy": figures}},
+        "columns": {"success": text, "tests_passed": text},
         "curves": {text: {"step": [1, 2], "loss": [float("inf"), 0.123456], text: [1.0, 1.0]}},
         "dialogues": [{"task": 1, "first_better": True, "reference": text, "before": side, "after": side}],
         "turns": [{"messages": [user(text)], "candidates": [text] * 2, "advantages": [1.0, 2.0], "ground_truth": text}],
