@@ -153,14 +153,33 @@ def read_jsonl(path, fields: dict[str, type], check: Callable[[dict, str], None]
     return rows
 
 
-def write_whole(path, data: bytes) -> None:
-    """Write aside, then rename: a reader sees the whole file or none."""
-    aside = Path(f"{path}.tmp")
+@contextlib.contextmanager
+def writing(path):
+    """Around what writes `path`: a disk that is full or read-only is one line."""
     try:
+        yield
+    except Exception as error:  # OSError, or what safetensors and tokenizers raise in its place
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0][:200]
+        raise InputError(f"{path}: cannot be written ({reason})") from None
+
+
+@contextlib.contextmanager
+def whole(path):
+    """A place aside to write to, renamed at the end: a reader sees the whole file or folder, or none."""
+    aside = Path(f"{path}.tmp")
+    with writing(path):
+        try:
+            yield aside
+            os.replace(aside, path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.unlink(missing_ok=True)
+
+
+def write_whole(path, data: bytes) -> None:
+    """Write a file, whole."""
+    with whole(path) as aside:
         aside.write_bytes(data)
-        os.replace(aside, path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def write_jsonl(path, rows: list[dict]) -> None:

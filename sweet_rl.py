@@ -28,6 +28,8 @@ import argparse
 import base64
 import contextlib
 import dataclasses
+import errno
+import fcntl
 import functools
 import hashlib
 import io
@@ -43,6 +45,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+STOPPED = "\nstopped; the same command goes on from what is finished"
+if __name__ == "__main__":  # Ctrl-C in the seconds that torch takes to be imported is one line as well
+    sys.excepthook = (
+        lambda kind, *rest: print(STOPPED, file=sys.stderr) if kind is KeyboardInterrupt else sys.__excepthook__(kind, *rest)
+    )
 
 import numpy as np
 import torch
@@ -202,7 +210,9 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     if not s.is_tiny and not s.tasks:
         raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
     s.simulator = s.simulator or s.model
-    s.out = s.out or f"out/{s.task}-{Path(s.model).name}"
+    s.out = f"out/{s.task}-{Path(s.model).name}" if s.out is None else s.out
+    if not s.out.strip():
+        raise InputError("--out: expected a folder, got nothing")
     return s
 
 
@@ -923,8 +933,13 @@ class Run:
         self.digest = functools.cache(file_digest)  # a file of the user's stays as it is while a run lasts
         try:
             self.out.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.out / ".lock", "w")  # held until this object or the process is gone, however it ends
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"--out {self.out}: another run is at work in this folder") from None
         except OSError as error:
-            raise InputError(f"--out {self.out}: cannot be made ({error.strerror})") from None
+            if error.errno not in (errno.ENOSYS, errno.ENOTSUP):  # a file system without locks
+                raise InputError(f"--out {self.out}: cannot be made or written to ({error.strerror})") from None
         self.records: dict[str, dict] = self.read_json(self.out / "settings.json")
         self.seconds: dict[str, float] = self.read_json(self.out / "timings.json")
 
@@ -982,10 +997,14 @@ class Run:
             if not self.path(other).exists() and not (other == "base" and not self.settings.is_tiny):
                 raise InputError(f"{self.path(other)} is missing: run stage {PRODUCTS[other][0]} first (--stages)")
             self.check(other)
-        shape = self.shape(product)
-        build(self.path(product))
-        self.records[product] = shape
-        self.write_json("settings.json", self.records)
+        self.records[product] = self.shape(product)
+        self.write_json("settings.json", self.records)  # first: what a kill leaves behind is never taken for put there by hand
+        try:
+            build(self.path(product))
+        finally:
+            if not self.path(product).exists():
+                del self.records[product]
+                self.write_json("settings.json", self.records)
 
     def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list[dict]]) -> None:
         """Write one row per item to a JSONL file, a batch at a time, each batch from a seed of its own.
@@ -996,20 +1015,28 @@ class Run:
         part = path.with_name(f"{path.name}.{shape}.part")
         done = part.read_bytes().split(b"\n")[:-1] if part.exists() else []
         done = done[: len(done) // size * size]
-        with open(part, "wb") as file:
-            file.writelines(line + b"\n" for line in done)
-            for start in tqdm(range(len(done), len(items), size), f"  {path.name}", leave=False):
-                torch.manual_seed(seed_of(self.settings.seed, path.name, start))
-                for row in make_rows(items[start : start + size]):
-                    file.write(colbench.json_line(row))
-                file.flush()
+        with colbench.writing(part), open(part, "ab") as file:
+            file.truncate(sum(len(line) + 1 for line in done))
+        for start in tqdm(range(len(done), len(items), size), f"  {path.name}", leave=False):
+            torch.manual_seed(seed_of(self.settings.seed, path.name, start))
+            rows = make_rows(items[start : start + size])
+            with colbench.writing(part), open(part, "ab") as file:
+                file.writelines(map(colbench.json_line, rows))
         os.replace(part, path)
 
     def log(self, history: list[dict]) -> None:
         """Add the metrics of a training run to metrics.jsonl, in place of an earlier try's."""
-        path, names = self.path("metrics.jsonl"), {row["run"] for row in history}
-        old = colbench.read_jsonl(path, {"run": str}) if path.exists() else []
-        colbench.write_jsonl(path, [row for row in old if row["run"] not in names] + history)
+        names = {row["run"] for row in history}
+        colbench.write_jsonl(self.path("metrics.jsonl"), [row for row in self.metrics() if row["run"] not in names] + history)
+
+    def metrics(self) -> list[dict]:
+        """The rows of metrics.jsonl; a damaged file costs its curves, never a model."""
+        path = self.path("metrics.jsonl")
+        try:
+            return colbench.read_jsonl(path, {"run": str}) if path.exists() else []
+        except InputError as error:
+            print(f"  {error}: its curves are left out")
+            return []
 
     @contextlib.contextmanager
     def timed(self, stage: str):
@@ -1024,11 +1051,10 @@ class Run:
 
 def save_model(model, tokenizer, path: Path) -> None:
     """A model folder that `from_pretrained` and vLLM load; it appears whole or not at all."""
-    aside = path.with_name(path.name + ".tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
-    tokenizer.save_pretrained(aside)
-    os.replace(aside, path)
+    with colbench.whole(path) as aside:
+        shutil.rmtree(aside, ignore_errors=True)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1458,9 +1484,10 @@ def run_stages(sweet: Sweet) -> None:
 
 
 def results(sweet: Sweet) -> dict:
-    """Figures of each method from its eval files, into results.json."""
-    methods = {}
-    for method in [m for m in METHODS if m in sweet.settings.methods.split(",")]:
+    """Figures of each method from its eval files, into results.json; those of an earlier run's methods stay."""
+    methods, asked = {}, sweet.settings.methods.split(",")
+    there = {path.stem for path in sweet.run.out.glob("eval_*.jsonl")}
+    for method in [m for m in METHODS if m in asked or {f"eval_{m}", f"eval_{m}_greedy"} <= there]:
         figures = {}
         for name in ("", "_greedy"):
             trajectories = sweet.trajectories(sweet.run.path(f"eval_{method}{name}.jsonl"))
@@ -1577,7 +1604,7 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "settings": {name: getattr(sweet.settings, name) for name in shaping},
         "methods": methods,
         "columns": sweet.benchmark.columns,
-        "curves": training_curves(rows("metrics.jsonl", {"run": str})),
+        "curves": training_curves(sweet.run.metrics()),
         "dialogues": dialogues,
         "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],
     }
@@ -1619,7 +1646,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
         return 0
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from what is finished", file=sys.stderr)
+        print(STOPPED, file=sys.stderr)
         return 130
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,5 +1,6 @@
 """The algorithm: equations by hand, packed log-probs against plain ones, who may read c, files and flags."""
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -7,6 +8,7 @@ import json
 import math
 import random
 import re
+import resource
 import shutil
 from pathlib import Path
 
@@ -40,6 +42,7 @@ from sweet_rl import (
     nll,
     pack,
     parse_settings,
+    save_model,
     turn_advantages,
     warm_cosine,
 )
@@ -1012,7 +1015,7 @@ def test_an_interrupted_file_goes_on_where_it_stopped(tmp_path):
         files.append(path.read_bytes())
     assert asked == [[4, 5], [6]] and files[0] == files[1]
     assert [row["item"] for row in colbench.read_jsonl(path, {})] == list(range(7))
-    assert [file.name for file in run.out.iterdir()] == ["candidates.jsonl"]
+    assert {file.name for file in run.out.iterdir()} == {"candidates.jsonl", ".lock"}
 
 
 def test_an_interrupted_file_of_other_settings_is_not_gone_on_with(tmp_path):
@@ -1021,10 +1024,11 @@ def test_an_interrupted_file_of_other_settings_is_not_gone_on_with(tmp_path):
             raise KeyboardInterrupt
         return [{"item": "old"}]
 
-    path = tmp_path / "candidates.jsonl"
+    path, run = tmp_path / "candidates.jsonl", Run(settings("--out", tmp_path, "--candidates", 4))
     with pytest.raises(KeyboardInterrupt):
-        Run(settings("--out", tmp_path, "--candidates", 4)).rows_by_batch(path, [0, 1], 1, stop)
-    Run(settings("--out", tmp_path, "--candidates", 8)).rows_by_batch(path, [0, 1], 1, lambda batch: [{"item": "new"}])
+        run.rows_by_batch(path, [0, 1], 1, stop)
+    run.settings.candidates = 8
+    run.rows_by_batch(path, [0, 1], 1, lambda batch: [{"item": "new"}])
     assert [row["item"] for row in colbench.read_jsonl(path, {})] == ["new", "new"]
 
 
@@ -1035,12 +1039,62 @@ def test_metrics_of_a_second_try_replace_those_of_the_first(tmp_path):
     assert [row["loss"] for row in colbench.read_jsonl(tmp_path / "metrics.jsonl", {})] == [2, 3]
 
 
+def test_a_second_run_in_the_same_folder_is_refused_in_one_line(tmp_path, capsys):
+    first = Run(settings("--out", tmp_path))
+    assert main(["--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out ") and "another run" in error and error.count("\n") == 1
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    first.lock.close()  # as when its process is gone
+    Run(settings("--out", tmp_path))
+
+
+@pytest.mark.skipif(not Path("/sys/kernel").exists(), reason="this folder nobody can write to")
+def test_a_read_only_folder_is_one_line(capsys):
+    assert main(["--out", "/sys"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: --out /sys") and error.count("\n") == 1
+
+
+@contextlib.contextmanager
+def full_disk(size: int):
+    """No file can grow beyond `size` bytes: python is told so in an OSError, as by a disk that is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(InputError, match="cannot be written .*File too large") as caught:
+            yield
+        assert "\n" not in str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_on_a_full_disk_what_is_there_stays_whole(tmp_path, model, tokenizer):
+    def rows(batch):
+        played.extend(batch)
+        return [{"item": item, "text": 400 * "x"} for item in batch]
+
+    run, played, path = Run(settings("--out", tmp_path)), [], tmp_path / "candidates.jsonl"
+    colbench.write_jsonl(tmp_path / "old.jsonl", [{"old": 1}])
+    with full_disk(2000):
+        colbench.write_jsonl(tmp_path / "old.jsonl", [{"new": 1}] * 1000)
+    with full_disk(2000):
+        save_model(model, tokenizer, tmp_path / "actor")
+    with full_disk(2000):
+        run.rows_by_batch(path, list(range(8)), 2, rows)
+    assert {file.name.split(".")[0] for file in tmp_path.iterdir()} == {"", "old", "candidates"} and not path.exists()
+    assert colbench.read_jsonl(tmp_path / "old.jsonl", {}) == [{"old": 1}]
+    run.rows_by_batch(path, list(range(8)), 2, rows)
+    assert [row["item"] for row in colbench.read_jsonl(path, {})] == list(range(8))
+    assert played == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]  # the batch that was cut, again
+
+
 # ---------------------------------------------------------------------------------------------------------
 # End to end, at a size that shows nothing but that it works
 TASKS = [Task(t.problem_description, t.ground_truth + f"  # {SENTINEL}", t.test_cases) for t in miniature_tasks("train", 4)]
 SMOKE = ["--device", "cpu", "--num-tasks", "3", "--candidates", "4", "--turn-fraction", "0.5", "--max-new-tokens", "8",
          "--critic-epochs", "1", "--rft-epochs", "1", "--mt-dpo-epochs", "1", "--max-turns", "3"]  # fmt: skip
-MADE = {"base", "trajectories.jsonl", "trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft",
+MADE = {".lock", "base", "trajectories.jsonl", "trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft",
         "mt-dpo", "metrics.jsonl", "results.json", "timings.json", "settings.json", "report.html"}  # fmt: skip
 EVALS = {f"eval_{method}{greedy}.jsonl" for method in METHODS for greedy in ("", "_greedy")}
 MODELS = ("base", "critic", "actor", "rft", "mt-dpo")
@@ -1132,7 +1186,7 @@ def test_the_smoke_run_makes_every_file(finished):
     assert {path.name for path in finished["out"].iterdir()} == MADE | EVALS
     assert set(json.loads((finished["out"] / "timings.json").read_text())) == set(STAGES)
     assert set(json.loads((finished["out"] / "settings.json").read_text())) == (MADE | EVALS) - {
-        "metrics.jsonl", "results.json", "timings.json", "settings.json", "report.html"
+        ".lock", "metrics.jsonl", "results.json", "timings.json", "settings.json", "report.html"
     }  # fmt: skip
 
 
@@ -1287,8 +1341,13 @@ def test_a_later_stage_does_not_build_on_files_of_other_settings(rerun):
 )
 def test_settings_that_shape_no_file_are_free_to_change(rerun, flags):
     code, _, _ = rerun(*flags)
-    changed = [name for name in rerun.before if rerun.after[name] != rerun.before[name] and name != "results.json"]
-    assert code == 0 and changed == [] and set(rerun.after) == set(rerun.before)
+    assert code == 0 and rerun.after == rerun.before  # the figures of the other methods, too
+
+
+def test_a_damaged_metrics_file_costs_its_curves_only(rerun):
+    (rerun.out / "metrics.jsonl").write_text('{"run": "critic"}\n{"ru')
+    code, out, _ = rerun(drop=["eval_sweet.jsonl"])
+    assert code == 0 and "metrics.jsonl, line 2" in out and "eval_sweet.jsonl" in rerun.after
 
 
 def test_another_content_behind_the_same_name_is_another_setting(rerun, tmp_path):
@@ -1306,7 +1365,7 @@ def test_another_content_behind_the_same_name_is_another_setting(rerun, tmp_path
 
 
 OWN_PAIR = {"prompt": [SYSTEM, REQUEST], "chosen": [agent("what is the rate?")], "rejected": [agent("hello")]}
-ONLY_BASE = sorted((MADE | EVALS) - {"base", "settings.json", "timings.json", "turn_pairs.jsonl", "report.html"})
+ONLY_BASE = sorted((MADE | EVALS) - {".lock", "base", "settings.json", "timings.json", "turn_pairs.jsonl", "report.html"})
 
 
 def test_a_file_put_there_by_hand_is_used(rerun):
@@ -1361,7 +1420,7 @@ def test_a_real_model_folder_goes_the_same_way(finished, tmp_path, human):
     argv += ["--max-new-tokens", "8", "--device", "cpu", "--stages", "collect", "--out", tmp_path / "out", *human]
     assert main([str(word) for word in argv]) == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "trajectories.jsonl", "settings.json", "timings.json", "report.html"
+        ".lock", "trajectories.jsonl", "settings.json", "timings.json", "report.html"
     }  # fmt: skip
     assert [t.task for t in colbench.load_trajectories(tmp_path / "out" / "trajectories.jsonl")] == TASKS[:1] * 2
 
@@ -1504,6 +1563,7 @@ BAD_FLAGS = {
     "no hub": ["--model", "{base}"],
     "simulator": ["--model", "{base}", "--tasks", "{tasks}", "--simulator", "./no/such/folder"],
     "out is a file": ["--out", "{tasks}"],
+    "no out": ["--out", ""],
     "record": ["--out", "{torn}"],
 }
 
@@ -1522,7 +1582,7 @@ def test_bad_input_is_one_clear_line(finished, tmp_path, capsys, flags):
     error = capsys.readouterr().err.strip().split("\n")[-1]
     assert error.startswith("error: ") and len(error) < 600
     made = {path.name for path in (tmp_path / "out").iterdir()} if (tmp_path / "out").exists() else set()
-    assert made <= {"timings.json"}
+    assert made <= {".lock", "settings.json"}
 
 
 @pytest.mark.parametrize("flags", [["--nonsense"], ["--candidates", "many"], ["--task", "other"], ["--precision", "int8"]], ids=str)
