@@ -55,6 +55,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that torch takes to be impor
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -774,6 +775,53 @@ def fitting(examples: list[Example], max_length: int) -> list[Example]:
     return fit
 
 
+CHECKPOINT_SECONDS = 20  # between two checkpoints of a training run, longer where one takes long to write
+
+
+class Checkpoint:
+    """Where a training run stands, in one safetensors file: weights, optimizer, metrics of the steps so far.
+
+    A step's batch, learning rate and seed follow from its number, so that is all it takes to go on as if nothing
+    had been.  `shape` stands for the settings; a checkpoint of others is not used.
+    """
+
+    def __init__(self, path: Path, shape: str):
+        self.path, self.shape, self.due = path, shape, time.monotonic() + CHECKPOINT_SECONDS
+
+    def save(self, model, optimizer, history: list[dict]) -> None:
+        """Write one, if it is time."""
+        start = time.monotonic()
+        if start < self.due:
+            return
+        tensors = {f"weight {name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        for i, state in optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer {i} {key}": value for key, value in state.items()}
+        with colbench.whole(self.path) as aside:
+            save_file(tensors, aside, {"shape": self.shape, "history": json.dumps(history)})
+        self.due = time.monotonic() + max(CHECKPOINT_SECONDS, 20 * (time.monotonic() - start))
+
+    @torch.no_grad()
+    def load(self, model, optimizer) -> list[dict]:
+        """Put the model and the optimizer where they stood; returns the metrics of the steps before, [] without a checkpoint."""
+        if not self.path.exists():
+            return []
+        parameters, states = dict(model.named_parameters()), {}
+        try:
+            with safe_open(self.path, "pt") as file:
+                if file.metadata()["shape"] != self.shape:
+                    return []
+                for key in file.keys():
+                    kind, name, *what = key.split(" ")
+                    if kind == "weight":
+                        parameters[name].copy_(file.get_tensor(key))
+                    else:
+                        states.setdefault(int(name), {})[what[0]] = file.get_tensor(key)
+                optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+                return json.loads(file.metadata()["history"])
+        except Exception as error:  # not written by us: safetensors, torch and python have each their own words for it
+            raise InputError(f"{self.path}: expected a checkpoint ({str(error)[:200]}); delete it to train anew") from None
+
+
 class Trainer:
     """Optimises a model on examples; holds what is the same for every training run of a program."""
 
@@ -804,10 +852,12 @@ class Trainer:
             for example in batch:
                 example.reference = torch.stack([next(rows) for _ in example.branches])  # (branches, T of the batch)
 
-    def train(self, model, examples: list[Example], objective: Objective, name: str, lr, epochs, batch_size) -> list[dict]:
+    def train(
+        self, model, examples: list[Example], objective: Objective, name: str, lr, epochs, batch_size, checkpoint=None
+    ) -> list[dict]:
         """AdamW with warm-up over 3 % of the steps and a cosine to a tenth.  Returns a dict of metrics a step.
 
-        `batch_size` counts losses: examples, or pairs where an example holds pairs.
+        `batch_size` counts losses: examples, or pairs where an example holds pairs.  With a checkpoint it goes on there.
         """
         rng = random.Random(f"{self.settings.seed} {name}")
         batches = []
@@ -816,17 +866,20 @@ class Trainer:
             per_loss = max(1, round(batch_size / self.losses_in(examples)))
             batches += [order[i : i + per_loss] for i in range(0, len(order), per_loss)]
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warm_cosine(step, len(batches)))
-        history = []
+        history = checkpoint.load(model, optimizer) if checkpoint else []
+        if history:
+            print(f"  {name}: goes on behind step {len(history)} of {len(batches)}")
         model.train()
-        for step, batch in enumerate(progress := tqdm(batches, f"  {name}", leave=False), 1):
+        for step, batch in enumerate(progress := tqdm(batches[len(history) :], f"  {name}", leave=False), len(history) + 1):
+            torch.manual_seed(seed_of(self.settings.seed, name, step))  # for dropout, where a model has it
+            optimizer.param_groups[0]["lr"] = rate = lr * warm_cosine(step - 1, len(batches))
             metrics = self.accumulate(model, batch, objective)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            metrics |= {"grad_norm": norm.item(), "lr": scheduler.get_last_lr()[0]}
-            scheduler.step(), optimizer.zero_grad()
-            history.append({"run": name, "step": step} | metrics)
+            optimizer.step(), optimizer.zero_grad()
+            history.append({"run": name, "step": step} | metrics | {"grad_norm": norm.item(), "lr": rate})
             progress.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
+            if checkpoint:
+                checkpoint.save(model, optimizer, history)
         model.eval()
         return history
 
@@ -991,6 +1044,7 @@ class Run:
         if self.check(product):
             where = "" if product in self.records else ", put there by hand"
             print(f"  {product}: there already{where}, not made again")
+            self.checkpoint(product).path.unlink(missing_ok=True)  # of a run that was killed right behind it
             return
         stage, _, inputs = PRODUCTS[product]
         for other in inputs:
@@ -1005,14 +1059,22 @@ class Run:
             if not self.path(product).exists():
                 del self.records[product]
                 self.write_json("settings.json", self.records)
+        self.checkpoint(product).path.unlink(missing_ok=True)
+
+    def shape_digest(self, product: str) -> str:
+        """What tells a half-made product from one of other settings."""
+        return hashlib.sha256(json.dumps(self.shape(product), sort_keys=True).encode()).hexdigest()[:8]
+
+    def checkpoint(self, product: str) -> Checkpoint:
+        """Where the training of a product stands, if it was interrupted."""
+        return Checkpoint(self.path(f"{product}.checkpoint"), self.shape_digest(product))
 
     def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list[dict]]) -> None:
         """Write one row per item to a JSONL file, a batch at a time, each batch from a seed of its own.
 
         After an interruption the finished batches are kept, and the open one is played again from its seed.
         """
-        shape = hashlib.sha256(json.dumps(self.shape(path.name), sort_keys=True).encode()).hexdigest()[:8]
-        part = path.with_name(f"{path.name}.{shape}.part")
+        part = path.with_name(f"{path.name}.{self.shape_digest(path.name)}.part")
         done = part.read_bytes().split(b"\n")[:-1] if part.exists() else []
         done = done[: len(done) // size * size]
         with colbench.writing(part), open(part, "ab") as file:
@@ -1165,7 +1227,8 @@ class Sweet:
         dialogues = [warm_up_dialogue(world, task, kind, rng) for task, kind in zip(tasks, kinds)]
         examples = [Example([encoder.dialogue(messages, hint)]) for messages, hint in dialogues]
         objective = likelihood_objective(mean_tokens(examples))
-        self.run.log(self.trainer.train(model, examples, objective, "warm-up", 3e-3, WARM_UP_EPOCHS, 64))
+        at = self.run.checkpoint(path.name)
+        self.run.log(self.trainer.train(model, examples, objective, "warm-up", 3e-3, WARM_UP_EPOCHS, 64, at))
         save_model(model, tokenizer, path)
 
     # --- stage 1
@@ -1256,7 +1319,8 @@ class Sweet:
         examples = fitting(examples, self.settings.max_length)
         if reference:
             self.trainer.add_reference(model, examples, path.name)
-        history = self.trainer.train(model, examples, objective, path.name, lr, epochs, batch_size)
+        at = self.run.checkpoint(path.name)
+        history = self.trainer.train(model, examples, objective, path.name, lr, epochs, batch_size, at)
         self.run.log(history)
         print(f"  {path.name}: {len(examples)} examples, {len(history)} steps, {metrics_line(history)}")
         save_model(model, tokenizer, path)

@@ -1,0 +1,75 @@
+"""Kill the program at random moments and compare with a run that nobody disturbed.
+
+    python tests/kill.py [KILLS] [SEED]
+
+The whole program at a small size, in a process of its own: SIGKILL at a random moment, then the same command again,
+until so many kills have been; where it comes to its end in between, the next life begins in an empty folder.  At
+every end each file must be byte for byte that of the undisturbed run, timings.json aside.  A few minutes.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """
+import sys, sweet_rl
+sweet_rl.WARM_UP_TASKS, sweet_rl.WARM_UP_EPOCHS, sweet_rl.CHECKPOINT_SECONDS = 1500, 3, 0.2
+sys.exit(sweet_rl.main(sys.argv[1:]))
+"""
+SIZE = "--device cpu --num-tasks 24 --dialogues 3 --candidates 4 --generate-batch 8 --rft-epochs 30 --critic-epochs 30".split()
+
+
+def start(out: Path) -> subprocess.Popen:
+    environment = os.environ | {"TQDM_DISABLE": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", PROGRAM, *SIZE, "--out", str(out)]
+    return subprocess.Popen(command, stdout=open(f"{out}.log", "a"), stderr=subprocess.STDOUT, env=environment)
+
+
+def finish(out: Path, seconds: float | None = None) -> bool:
+    """Whether the program came to its end; it is killed after so many seconds."""
+    process = start(out)
+    try:
+        status = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        return False
+    if status:
+        sys.exit(f"ended with status {status}:\n{Path(f'{out}.log').read_text()[-2000:]}")
+    return True
+
+
+def content(out: Path) -> dict[str, bytes]:
+    return {str(f.relative_to(out)): f.read_bytes() for f in out.rglob("*") if f.is_file() and f.name != "timings.json"}
+
+
+def main(kills: int, seed: int, folder: Path) -> None:
+    rng, start_time = random.Random(seed), time.time()
+    finish(folder / "whole")
+    whole, seconds = content(folder / "whole"), time.time() - start_time
+    print(f"undisturbed: {len(whole)} files in {seconds:.0f} s", flush=True)
+    killed, lives = 0, 0
+    while killed < kills:
+        lives += 1
+        out = folder / f"life{lives}"
+        while not finish(out, delay := rng.uniform(0, seconds) if killed < kills else None):
+            killed += 1
+            last = [line.strip() for line in Path(f"{out}.log").read_text().splitlines() if line.strip()] or ["importing"]
+            print(f"kill {killed:2d} in life {lives} after {delay:4.1f} s, last line: {last[-1][:80]}", flush=True)
+        found = content(out)
+        different = sorted(name for name in whole.keys() | found.keys() if whole.get(name) != found.get(name))
+        print(f"life {lives} at its end: {len(found)} files, different ones: {', '.join(different) or 'none'}", flush=True)
+        if different:
+            sys.exit(1)
+    print(f"{killed} kills, {lives} lives, {time.time() - start_time:.0f} s: every file is that of the undisturbed run")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        main(int((sys.argv[1:2] or [20])[0]), int((sys.argv[2:3] or [0])[0]), Path(temporary))
