@@ -1,16 +1,17 @@
 """ColBench: tasks, dialogues and rewards (arXiv 2503.15478, section 3).  No torch in this file.
 
 An agent talks for up to 10 turns with a human who knows what the finished work should do, and then hands
-over an artifact, here a python function.  The reward comes once, at the end.
+over an artifact, a python function or a web page.  The reward comes once, at the end.
 
 Reading order
     1. Task, Turn, Trajectory     the paper's words as data
     2. Files                      the official JSONL schema, read and written here and nowhere else
     3. Protocol                   markers, prompts, what the human sees of an action
     4. Rollout                    many dialogues in lockstep
-    5. Reward                     fraction of hidden unit tests whose value equals the reference's
-    6. Figures                    success, tests passed, 95 % intervals
-    7. ColBench in miniature      generated tasks that a tiny model can learn in minutes
+    5. Reward: unit tests         fraction of hidden tests whose value equals the reference's
+    6. Reward: pictures           screenshots of two pages, and how alike they are
+    7. Figures                    success, tests passed, 95 % intervals
+    8. ColBench in miniature      generated tasks that a tiny model can learn in minutes
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import functools
 import gc
 import hashlib
 import importlib
+import io
 import itertools
 import json
 import math
@@ -36,6 +38,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import types
 from collections import abc
@@ -954,7 +957,234 @@ def canonical_object(value) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 6. Figures
+# 6. Reward: pictures
+#
+# A page's reward is the cosine between the embeddings of two screenshots, its own and its reference's.  One
+# headless Chromium draws both.  What a page asks for is answered here: the stylesheet that ColBench's pages
+# link from a file, its one picture, picsum.photos/id/48, as a drawing of the size asked for.  All else is
+# refused, and there is no way to the network or to a file but this one.
+STYLESHEET = "tailwindcss@2.2.19/dist/tailwind.min.css"
+STYLESHEET_URL = f"https://cdn.jsdelivr.net/npm/{STYLESHEET}"
+PICTURE_URL = "https://picsum.photos/id/48/{}/{}"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")  # the system's
+BROWSER_FLAGS = ["--force-webrtc-ip-handling-policy=disable_non_proxied_udp", "--js-flags=--max-old-space-size=512"]
+NO_NETWORK = {"server": "http://127.0.0.1:9", "bypass": "<-loopback>"}  # a proxy that nobody plays, for everything
+VIEWPORT = {"width": 1280, "height": 720}
+SHOWN = {"x": 0, "y": 0, "width": 2560, "height": 8000}  # of a page that is larger, this part
+PAGE_SECONDS = 10  # then the browser is killed, and the page is a black picture
+KNOWN_PAGES = 2000  # screenshots that are kept
+# A page without any of this cannot have changed what the next one finds, and shares its context with others.
+ACTIVE = re.compile(r"<(no)?script|<iframe|\bon\w+\s*=|javascript:|http-equiv", re.IGNORECASE)
+ADDRESS = re.compile(r"""(\b(?:src|poster)\s*=\s*["']?|\burl\(\s*["']?)((?:https?:)?//[^\s"'<>()]+)""", re.IGNORECASE)
+
+screenshots: dict[tuple[str, str | None], bytes | None] = {}  # page and stylesheet -> PNG; None: not to be rendered
+
+
+def page_in(text: str) -> str | None:
+    """The last whole page in a text, from <html> to </html>, or from <body> to </body> where there is none.
+
+    A page that was cut before its end is no page: an earlier one serves.  None without any.
+    """
+    for tag in "html", "body":
+        whole = rf"<{tag}(?:\s[^>]*)?>(?:(?!<{tag}[\s>]).)*?</{tag}\s*>"
+        if pages := re.findall(whole, text, re.IGNORECASE | re.DOTALL):
+            return with_our_picture(pages[-1])
+    return None
+
+
+def with_our_picture(page: str) -> str:
+    """The page with each picture whose address holds a size ("300x200", "300/200") at PICTURE_URL."""
+
+    def ours(match: re.Match) -> str:
+        size = re.search(r".*(?<!\d)(\d{1,5})(?:[x/]|&(?:amp;)?h=)(\d{1,5})", match[2])
+        size = size or re.search(r"/(\d{1,5})()$", match[2])
+        return match[1] + PICTURE_URL.format(size[1], size[2] or size[1]) if size else match[0]
+
+    return ADDRESS.sub(ours, page)
+
+
+def render(pages: list[str | None], stylesheet: str | None = None) -> list:
+    """A full-page screenshot, a PIL.Image, of each page; a black one where there is none or it cannot be drawn.
+
+    `stylesheet` is a file to take for STYLESHEET_URL.  Each distinct page is drawn once, over calls too.
+    """
+    try:
+        from PIL import Image
+    except ImportError:
+        raise InputError("pages need pictures: pip install pillow playwright") from None
+    pages = [with_our_picture((page or "").encode("utf-8", "replace").decode()) for page in pages]
+    missing = [page for page in dict.fromkeys(pages) if page.strip() and (page, stylesheet) not in screenshots]
+    if missing:
+        linked = any(STYLESHEET in page for page in missing)
+        with Browser(stylesheet_text(stylesheet) if linked else b"") as browser:
+            screenshots.update({(page, stylesheet): browser.screenshot(page) for page in missing})
+    shots = [screenshots.get((page, stylesheet)) for page in pages]
+    for oldest in list(screenshots)[:-KNOWN_PAGES]:
+        del screenshots[oldest]
+    black = Image.new("RGB", tuple(VIEWPORT.values()))
+    return [Image.open(io.BytesIO(shot)) if shot else black for shot in shots]
+
+
+def stylesheet_text(path: str | None) -> bytes:
+    """The stylesheet of ColBench's pages: from the file `path`, or the user's cache, filled at the first use."""
+    file = Path(path or Path.home() / ".cache" / "colbench" / STYLESHEET.replace("/", "-"))
+    try:
+        if path is None and not file.exists():
+            import requests
+
+            response = requests.get(STYLESHEET_URL, timeout=30)
+            if response.status_code != 200 or not response.content.startswith(b"/*! tailwindcss v2.2.19"):
+                raise OSError(f"status {response.status_code}, or something else")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, response.content)
+        return file.read_bytes()
+    except OSError as error:  # what requests raises is one as well
+        reason = error.strerror or type(error).__name__
+        hint = "" if path else f"; --stylesheet FILE takes it from a file (npm pack {STYLESHEET.partition('/')[0]})"
+        raise InputError(f"the stylesheet {path or STYLESHEET_URL} cannot be had ({reason}){hint}") from None
+
+
+@functools.lru_cache(64)
+def picture_of_size(width: int, height: int) -> bytes:
+    """The one picture of ColBench's pages, as PNG."""
+    from PIL import Image, ImageOps
+
+    light = Image.radial_gradient("L").resize((min(max(width, 1), 2560), min(max(height, 1), 2560)))
+    ImageOps.colorize(light, "#b0d0f0", "#80a0c0").save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+class Browser:
+    """One headless Chromium, gone with all its processes when the `with` ends, or when this process does."""
+
+    def __init__(self, stylesheet: bytes):
+        self.stylesheet = stylesheet
+
+    def __enter__(self) -> "Browser":
+        try:
+            from playwright import sync_api
+        except ImportError:
+            raise InputError("pages need a browser: pip install playwright && playwright install chromium") from None
+        self.error = sync_api.Error
+        with contextlib.ExitStack() as driver:
+            self.chromium = driver.enter_context(sync_api.sync_playwright()).chromium
+            self.start()
+            self.driver = driver.pop_all()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.driver.close()
+
+    def start(self) -> None:
+        own = os.path.exists(self.chromium.executable_path)
+        path = None if own else next(filter(None, map(shutil.which, BROWSERS)), None)
+        if not own and not path:
+            raise InputError("no browser here: playwright install chromium, or install the system's chromium")
+        try:
+            self.browser = self.chromium.launch(
+                executable_path=path,
+                chromium_sandbox=os.geteuid() != 0,  # root cannot have Chromium's sandbox
+                args=BROWSER_FLAGS,
+                ignore_default_args=["--disable-popup-blocking"],
+                proxy=NO_NETWORK,
+            )
+        except self.error as error:
+            raise InputError(f"the browser {path or ''} does not start: {str(error).splitlines()[0]}") from None
+        processes = self.browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+        self.pid = next(process["id"] for process in processes if process["type"] == "browser")
+        self.shared = self.new_page(java_script_enabled=False)
+
+    def new_page(self, **settings):
+        """A page in a context of its own: no cookie, cache or storage of another page."""
+        context = self.browser.new_context(
+            viewport=VIEWPORT, service_workers="block", accept_downloads=False, **settings
+        )
+        context.set_default_timeout(0)  # the time limit is kept by `screenshot`
+        context.route("**/*", self.answer)
+        return context.new_page()
+
+    def answer(self, route) -> None:
+        """The stylesheet, the picture, or a refusal."""
+        url = route.request.url
+        size = re.match(PICTURE_URL.format(r"(\d{1,5})", r"(\d{1,5})"), url)
+        if STYLESHEET in url and self.stylesheet:
+            route.fulfill(body=self.stylesheet, content_type="text/css")
+        elif size:
+            route.fulfill(body=picture_of_size(int(size[1]), int(size[2])), content_type="image/png")
+        else:
+            route.abort()
+
+    def screenshot(self, html: str) -> bytes | None:
+        """The page as PNG.  Where it does not end, crashes or cannot be drawn: None, and a fresh browser."""
+        watchdog = threading.Timer(PAGE_SECONDS, os.kill, (self.pid, signal.SIGKILL))
+        watchdog.start()
+        try:
+            page = self.new_page() if ACTIVE.search(html) else self.shared
+            page.set_content(html)
+            picture = page.screenshot(full_page=True, clip=SHOWN, animations="disabled")
+            if page is not self.shared:
+                page.context.close()
+            return picture
+        except self.error:
+            pass
+        finally:
+            watchdog.cancel()
+        self.browser.close()
+        self.start()
+        return None
+
+
+def pixel_embedding(pictures: list):
+    """What is where, for pages that are too plain to need CLIP: (n, 8960) float64.
+
+    Three parts of norm 1, so that the cosine of two pictures is the mean of the parts' cosines: which of 512
+    colours the picture has, which it has in each of 4 x 4 cells, and how many edges there are in each of 16 x 16.
+    A colour counts in full from 1/1000 of the picture on: a button weighs as much as the background.
+    """
+    import numpy as np
+
+    def part(kinds, grid: int, number: int):  # (H, W) with values below `number` -> (grid^2 * number,)
+        cells = [cell for band in np.array_split(kinds, grid) for cell in np.array_split(band, grid, axis=1)]
+        counts = np.stack([np.bincount(cell.ravel(), minlength=number) for cell in cells])
+        return np.minimum(1, 1000 * counts / kinds.size)
+
+    def embedding(picture):
+        red, green, blue = np.moveaxis(np.asarray(picture.convert("RGB"))[::2, ::2] // np.int64(32), -1, 0)  # (H, W), 0 to 7
+        colours = (red * 8 + green) * 8 + blue  # (H, W)
+        edges = colours[:, 1:] != colours[:, :-1]  # (H, W - 1)
+        parts = part(colours, 1, 512), part(colours, 4, 512), part(edges, 16, 2)[:, 1]
+        return np.concatenate([p.ravel() / max(np.linalg.norm(p), 1e-9) for p in parts])
+
+    return np.stack([embedding(picture) for picture in pictures])
+
+
+def cosine_rewards(
+    tasks: list[Task], pages: list[str | None], embed: Callable | None = None, stylesheet: str | None = None
+) -> list[float]:
+    """The cosine between the embeddings of each page and of its task's reference; 1.0 where they look the same.
+
+    `embed` takes pictures and returns an array (n, d), `clip_embedding()` by default.  No page is a black picture.
+    """
+    import numpy as np
+
+    embed = embed or clip_embedding()
+    references = [task.ground_truth for task in tasks]
+    places = {page: i for i, page in enumerate(dict.fromkeys([*references, *pages]))}
+    pictures, vectors = render(list(places), stylesheet), []
+    while pictures:  # a few at a time: a picture takes 3 MB and more as soon as it is looked at
+        vectors.append(embed(pictures[:32]))
+        del pictures[:32]
+    vectors = np.concatenate(vectors)  # (distinct pages, d)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+
+    def cosine(a, b) -> float:
+        return 1.0 if np.array_equal(a, b) else min(1.0, float(a @ b))
+
+    return [cosine(vectors[places[r]], vectors[places[p]]) for r, p in zip(references, pages, strict=True)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 7. Figures
 def wilson_interval(fractions: list[float]) -> tuple[float, float]:
     """95 % interval of the mean of values in [0, 1], after Wilson: exact enough at 0, at 1 and for small n.
 
@@ -1015,7 +1245,7 @@ def best_one(rewards: list[float]) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 7. ColBench in miniature
+# 8. ColBench in miniature
 #
 # A request names a thing and a bare signature: "write fee(x) for a parcel."  The function wanted is a chain of
 # one to four DETAILS, each with a number.  Which details it has and which numbers is hidden; one good question

@@ -1,0 +1,256 @@
+"""Frontend Design: pages, their pictures, and the humans that see them; against the real browser."""
+
+import contextlib
+import http.server
+import io
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import colbench
+from colbench import InputError, Task, cosine_rewards, page_in, pixel_embedding, render
+
+ROOT = Path(__file__).resolve().parent.parent
+GREEN = "<html><body style='background:#00ff00'>{}</body></html>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        render([GREEN.format("is there a browser?")])
+    except InputError as error:
+        pytest.skip(f"no browser: {error}")
+
+
+@pytest.fixture
+def server():
+    """A web server on this machine that pages try to reach; what it was asked for is in `asked`."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.asked = asked
+        yield server
+        server.shutdown()
+
+
+def colour(picture, x=-10, y=-10):
+    return picture.convert("RGB").getpixel((x % picture.width, y % picture.height))
+
+
+# ------------------------------------------------------------------------------------------ the page in a text
+@pytest.mark.parametrize(
+    "text, page",
+    [
+        ("no page at all", None),
+        ("page.html", None),
+        ("", None),
+        ("a thought\nOUTPUT: <html>\n<p>1\n</html> so.", "<html>\n<p>1\n</html>"),
+        ("<!DOCTYPE html>\n<HTML lang=en><p>1</HTML >", "<HTML lang=en><p>1</HTML >"),
+        ("```html\n<html>1</html>\n```", "<html>1</html>"),
+        ("<html>1</html> or better <html>2</html>", "<html>2</html>"),
+        ("I will write one <html> page: <html>1</html>", "<html>1</html>"),
+        ("<body class='x'>1</body>", "<body class='x'>1</body>"),
+        ("<html>1</html> then <body>2</body>", "<html>1</html>"),
+        ("<html>1</html> then <html><p>cut", "<html>1</html>"),
+        ("<html><body>1</body>", "<body>1</body>"),
+        ("<html><p>cut", None),
+        ("<htmlx>1</html>", None),
+    ],
+)
+def test_the_last_whole_page_is_taken(text, page):
+    assert page_in(text) == page
+
+
+@pytest.mark.parametrize(
+    "address, ours",
+    [
+        ("https://picsum.photos/id/48/300/200", "300/200"),
+        ("https://picsum.photos/id/7/300/200-learning", "300/200"),
+        ("https://source.unsplash.com/random/1600x900/?food", "1600/900"),
+        ("//via.placeholder.com/150", "150/150"),
+        ("http://images.example/photo-15-a9?w=640&amp;h=480&q=80", "640/480"),
+        ("https://example.com/logo.png", None),
+        ("logo-300x200.png", None),
+    ],
+)
+def test_pictures_with_a_size_are_picture_48(address, ours):
+    page = '<html><img src="{0}" alt="{0}"><a href="{0}"><p style="background:url(\'{0}\')"></html>'
+    expected = f"https://picsum.photos/id/48/{ours}" if ours else address
+    fixed = page.replace('alt="{0}"', f'alt="{address}"').replace('href="{0}"', f'href="{address}"')
+    assert page_in(page.format(address)) == fixed.format(expected)
+
+
+# ------------------------------------------------------------------------------------------ screenshots
+def test_pages_are_drawn_whole_and_in_order(browser):
+    tall = "<html><body style='margin:0;background:#0000ff'><p style='height:{}px'></body></html>"
+    pictures = render([GREEN.format(""), tall.format(3000), None, "", tall.format(10**6), GREEN.format("")])
+    assert [colour(p) for p in pictures] == [(0, 255, 0), (0, 0, 255), (0, 0, 0), (0, 0, 0), (0, 0, 255), (0, 255, 0)]
+    assert pictures[0].size == pictures[2].size == (1280, 720)
+    assert 3000 < pictures[1].height < 3100 and pictures[4].height == 8000
+
+
+def test_scripts_run_and_leave_nothing_behind(browser):
+    script = "<script>let shade = '{0}'; document.body.style.background = shade; setInterval(() => "
+    script += "document.body.style.background = shade, 1); localStorage</script>"
+    pictures = render([GREEN.format(script.format(name)) for name in ("red", "blue")] + [GREEN.format("plain")])
+    assert [colour(p) for p in pictures] == [(255, 0, 0), (0, 0, 255), (0, 255, 0)]
+
+
+def test_what_a_page_needs_is_served_here(browser, tmp_path):
+    (tmp_path / "style.css").write_text(".bg-red-500 { background: #ff0000 }")
+    link = f'<link href="{colbench.STYLESHEET_URL}" rel="stylesheet">'
+    page = f'<html>{link}<body class="bg-red-500"><img src="https://picsum.photos/id/48/900/400"></body></html>'
+    (picture,) = render([page], str(tmp_path / "style.css"))
+    drawn = Image.open(io.BytesIO(colbench.picture_of_size(900, 400)))
+    assert colour(picture) == (255, 0, 0)
+    assert colour(picture, 458, 208) == drawn.getpixel((450, 200))
+    (tmp_path / "style.css").unlink()
+    with pytest.raises(InputError, match="style.css cannot be had"):
+        render([page.replace("900", "901")], str(tmp_path / "style.css"))
+
+
+def test_a_machine_without_network_is_told_how(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(colbench, "STYLESHEET_URL", "http://127.0.0.1:9/x.css")
+    with pytest.raises(InputError, match=r"x.css cannot be had .*--stylesheet FILE"):
+        render([f'<html><link href="https://x.org/{colbench.STYLESHEET}" rel="stylesheet"></html>'])
+
+
+def test_no_page_reaches_the_network_or_a_file(browser, server, tmp_path):
+    (tmp_path / "secret.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'><rect fill='red' width='99' height='99'/></svg>")
+    here, file = f"127.0.0.1:{server.server_port}", f"file://{tmp_path}/secret.svg"
+    wild = [
+        f"<img src='{file}'><iframe src='{file}'></iframe><object data='{file}'></object>",
+        f"<script>location = '{file}'</script>",
+        f"<script>location = 'http://{here}/location'</script>",
+        f"<meta http-equiv=refresh content='0;url=http://{here}/refresh'>",
+        f"<img src='http://{here}/img'><iframe src='http://{here}/frame'></iframe><embed src='http://{here}/embed'>",
+        f"<link rel=preconnect href='http://{here}/'><link rel=prefetch href='http://{here}/prefetch'>",
+        f"<script>new WebSocket('ws://{here}/socket'); fetch('http://{here}/fetch'); "
+        f"navigator.sendBeacon('http://{here}/beacon'); new EventSource('http://{here}/events')</script>",
+        f"<script>for (let i = 0; i < 9; i++) open('http://{here}/window')</script>",
+        f"<form id=f action='http://{here}/form' method=post></form><script>f.submit()</script>",
+        f"<script>new Worker(URL.createObjectURL(new Blob([\"fetch('http://{here}/worker')\"])))</script>",
+        "<script>alert(1); confirm(2); prompt(3); print()</script>",
+    ]
+    pictures = render([GREEN.format(page) for page in wild])
+    assert server.asked == []
+    for picture in pictures:
+        assert not (np.asarray(picture.convert("RGB")) == (255, 0, 0)).all(axis=-1).any()
+    assert colour(pictures[-1]) == (0, 255, 0)
+
+
+def test_a_page_that_does_not_end_is_black_and_the_next_is_fine(browser, monkeypatch):
+    monkeypatch.setattr(colbench, "PAGE_SECONDS", 3)
+    endless = ["while (1);", "setTimeout(() => { while (1); }, 0)", "while (1) alert()"]
+    pages = [GREEN.format(f"<script>{script}</script>") for script in endless]
+    pictures = render([pages[0], GREEN.format("1"), *pages[1:], GREEN.format("2")])
+    black, green = (0, 0, 0), (0, 255, 0)
+    assert [colour(p) for p in pictures] == [black, green, black, black, green]
+
+
+def test_half_a_surrogate_pair_is_drawn(browser):
+    assert colour(render([GREEN.format("\ud83d")])[0]) == (0, 255, 0)
+
+
+def test_a_picture_is_the_same_every_time(browser, monkeypatch):
+    page = GREEN.format("<img src='https://picsum.photos/id/48/300/200'><p>text<button>press</button><script>1</script>")
+    first = render([page])[0].tobytes()
+    monkeypatch.setattr(colbench, "screenshots", {})
+    assert render([page])[0].tobytes() == first
+
+
+def test_each_page_is_drawn_once_and_not_kept_for_ever(browser, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(colbench, "screenshots", {})
+    monkeypatch.setattr(colbench, "KNOWN_PAGES", 2)
+    monkeypatch.setattr(colbench.Browser, "screenshot", lambda self, html: drawn.append(html))
+    a, b, c = (GREEN.format(name) for name in "abc")
+    render([a, b, a])
+    render([b, c, c])
+    render([a])
+    assert drawn == [a, b, c, a]
+
+
+def processes_below(pid):
+    """All descendants of a process: {pid: command line}; one that has ended has none, and is not counted."""
+    parents, found, commands = {}, [pid], {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            commands[int(folder.name)] = (folder / "cmdline").read_bytes()
+    for parent in found:
+        found += [child for child in parents if parents[child] == parent]
+    return {child: commands[child] for child in found[1:] if commands.get(child)}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
+def test_no_browser_outlives_us(browser, end):
+    program = "import colbench; colbench.render(['<html><script>while (1);</script></html>'])"
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 30
+    below = {}
+    while b"--type=renderer" not in b" ".join(below.values()):
+        below = processes_below(process.pid)
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(end)
+    assert process.wait(30) != 0
+    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in below):
+        assert time.monotonic() < deadline + 10
+        time.sleep(0.1)
+
+
+# ------------------------------------------------------------------------------------------ rewards
+def plain_page(header="#cc2222", button="#2222cc", text="#000000", align="left", picture=True):
+    picture = "<img src='https://picsum.photos/id/48/300/200'>" if picture else ""
+    return f"""<html><body style="color:{text};text-align:{align}"><h1 style="background:{header}">A page</h1>
+    <p>Words.</p>{picture}<button style="background:{button}">Press here</button></body></html>"""
+
+
+def test_more_wrong_choices_are_a_lower_reward(browser):
+    one = [plain_page(button="#22cc22"), plain_page(header="#22cc22"), plain_page(align="center"), plain_page(picture=False)]
+    three = plain_page(header="#2222cc", button="#cccc22", align="center")
+    pages = [plain_page(), *one, three, None, ""]
+    right, *wrong, worst, none, empty = cosine_rewards([Task("a page", plain_page())] * len(pages), pages, pixel_embedding)
+    assert right == 1.0
+    assert all(worst + 0.05 < reward < 0.96 for reward in wrong)
+    assert none == empty < worst - 0.3
+
+
+def test_rewards_are_cosines_and_embed_sees_each_page_once(browser):
+    seen = []
+
+    def mean_colour(pictures):
+        seen.extend(pictures)
+        return np.stack([np.asarray(p.convert("RGB")).mean((0, 1)) + 1e-9 for p in pictures])
+
+    red, green, yellow = (GREEN.replace("#00ff00", name).format("") for name in ("#f00", "#0f0", "#ff0"))
+    rewards = cosine_rewards([Task("", red)] * 4, [red, green, yellow, None], mean_colour)
+    assert rewards == pytest.approx([1.0, 0.0, 0.5**0.5, 3**-0.5], abs=1e-6) and len(seen) == 4
+
+
+def test_grey_and_transparent_pictures_are_accepted():
+    pictures = [Image.new(mode, (40, 90)) for mode in ("L", "RGBA", "RGB", "P")]
+    vectors = pixel_embedding(pictures)
+    assert (vectors == vectors[0]).all()
