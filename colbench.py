@@ -12,6 +12,7 @@ Reading order
     6. Reward: pictures           screenshots of two pages, and how alike they are
     7. Figures                    success, tests passed, 95 % intervals
     8. ColBench in miniature      generated tasks that a tiny model can learn in minutes
+    9. The two tasks              what differs between backend programming and frontend design
 """
 
 import contextlib
@@ -291,17 +292,6 @@ mention that there is any. Write the reply only."""
 
 
 FRONTEND_AGENT_PROMPT = FRONTEND_SINGLE_TURN_PROMPT = FRONTEND_HUMAN_PROMPT = "TODO merge"
-
-
-pixel_embedding = None
-
-
-def page_in(text): return text
-
-
-def cosine_rewards(tasks, pages, embed=None, stylesheet=None):
-    import difflib
-    return [sum(miniature_choices(t.ground_truth).get(k) == miniature_choices(p).get(k) for k in CHOICES) / 5 if p else 0. for t, p in zip(tasks, pages)]
 
 
 def fill(template: str, **values: str) -> str:
@@ -1430,7 +1420,7 @@ def miniature_page_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 8. The two tasks of ColBench, side by side
+# 9. The two tasks of ColBench, side by side
 @dataclass(frozen=True)
 class Benchmark:
     """What differs between the tasks; everything else is the same code."""
