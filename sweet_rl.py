@@ -1254,10 +1254,12 @@ class Sweet:
         return self.benchmark.miniature_tasks(split, count, s.seed)
 
     def check_inputs(self) -> None:
-        """Read the user's files and ask the user's server before anything is trained: a fault is to show now."""
+        """Read the user's files, ask the user's server and browser before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
         if {"collect", "evaluate"} & set(stages):
-            self.server  # asked here for the first time: a dead one is to show now
+            self.server  # asked here for the first time
+            if s.task == "frontend":
+                self.embed(colbench.render(["<html></html>"], s.stylesheet))
         if s.tasks and "evaluate" in stages:
             self.tasks("test")
         if s.trajectories and "collect" in stages:
