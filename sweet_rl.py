@@ -153,7 +153,7 @@ class Settings:
     against: str = option("machine", None, None, "frontend: eval_*.jsonl file that win rates are against (default: zero-shot's)")
     stages: str = option("machine", ",".join(STAGES), ",".join(STAGES), "stages to run, by commas")
     device: str = option("machine", None, None, "cpu, cuda or mps (default: the best one there is)")
-    precision: str = option("machine", None, None, "float32 or bfloat16 compute; weights stay float32", choices=["float32", "bfloat16"])
+    precision: str = option("machine", None, None, "float32 or bfloat16 compute; trained weights stay float32", choices=["float32", "bfloat16"])
     micro_batch: int = option("machine", 64, 4, "dialogues or candidates in memory at once while training and scoring")
     generate_batch: int = option("machine", 1024, 32, "dialogues or candidates sampled at once")
     max_new_tokens: int = option("machine", 40, 1024, "longest message of the agent in tokens")
@@ -220,8 +220,9 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
 # ---------------------------------------------------------------------------------------------------------
 # 2. Models
 def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
-    """Device and compute precision, printed with the reason.  Weights are float32 on every device: at the
-    paper's learning rate of 2e-7 a bfloat16 weight, with its 8 bits of mantissa, would never change."""
+    """Device and compute precision, printed with the reason.  Weights in training are float32 on every device: at
+    the paper's learning rate of 2e-7 a bfloat16 weight, with its 8 bits of mantissa, would never change.  Frozen
+    weights, which only sample and score, never move in any case, and are held in the compute precision."""
     found = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.empty(0, device=s.device or found).device
@@ -231,19 +232,19 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     precision = s.precision or default
     why_device = "--device" if s.device else "the best device that torch finds here"
     why_precision = "--precision" if s.precision else f"the default on {device.type}"
-    print(f"device: {device} ({why_device}); compute: {precision} ({why_precision}), weights float32")
+    print(f"device: {device} ({why_device}); compute: {precision} ({why_precision}), trained weights float32")
     return device, getattr(torch, precision)
 
 
-def load_model(name: str, device) -> tuple:
-    """(model, tokenizer) from a folder or the hub, weights in float32, from safetensors only, ready to score."""
+def load_model(name: str, device, dtype: torch.dtype = torch.float32) -> tuple:
+    """(model, tokenizer) from a folder or the hub, weights in `dtype`, from safetensors only, ready to score."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except Exception as error:  # not found, not a model, no network: transformers raises many kinds
         reason = str(error).strip().split("\n")[0][:200]
         raise InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
@@ -595,7 +596,8 @@ def takes_trees(model) -> bool:
     model.eval()
     plain, same = log_probs(model, pack([branches], model.device, plain=True)), False  # (2, 3)
     with contextlib.suppress(TypeError, ValueError, RuntimeError, IndexError):  # no such argument, or another shape
-        same = torch.allclose(log_probs(model, pack([branches], model.device)), plain, atol=1e-2)
+        near = 1e-2 if model.dtype == torch.float32 else 0.5  # what bfloat16 leaves of large logits
+        same = torch.allclose(log_probs(model, pack([branches], model.device)), plain, atol=near)
     model.train(training)
     if not same:
         print(f"  {type(model).__name__} cannot take a tree's mask: each candidate is computed with its whole history")
@@ -829,10 +831,10 @@ class Trainer:
         self.settings, self.device, self.dtype = settings, device, dtype
 
     def autocast(self):
-        """Compute in --precision; weights, log-probs and losses stay float32."""
+        """Compute in --precision; trained weights, log-probs and losses stay float32."""
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=False)  # or it keeps a copy of all weights
 
     def log_probs(self, model, examples: list[Example]) -> tuple[Tensor, Tensor]:
         """(log-probs, turn_ids) of all branches of the examples, (R, T) each; of a head critic, the turns' values."""
@@ -865,7 +867,9 @@ class Trainer:
             order = rng.sample(examples, len(examples))
             per_loss = max(1, round(batch_size / self.losses_in(examples)))
             batches += [order[i : i + per_loss] for i in range(0, len(order), per_loss)]
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+        weights = [weight for weight in model.parameters() if weight.requires_grad]  # with --lora the adapters only
+        fused = self.device.type == "cuda"  # the default there makes copies of all weights
+        optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
         history = checkpoint.load(model, optimizer) if checkpoint else []
         if history:
             print(f"  {name}: goes on behind step {len(history)} of {len(batches)}")
@@ -1137,10 +1141,17 @@ class Sweet:
         self.human_prompt = prompt_file(settings.human_prompt, self.benchmark.human_prompt)
 
     # --- what the stages share
-    def model(self, product: str):
-        """(model, tokenizer, encoder) of a product; "base" is the untouched --model or the warmed-up tiny one."""
+    def model(self, product: str, train: bool = False):
+        """(model, tokenizer, encoder) of a product; "base" is the untouched --model or the warmed-up tiny one.
+
+        To be trained it is in float32, and all but the tiny one compute their activations again when their gradient
+        is due; else it is frozen, in the compute precision.
+        """
         real = product == "base" and not self.settings.is_tiny
-        model, tokenizer = load_model(self.settings.model if real else str(self.run.path(product)), self.device)
+        name = self.settings.model if real else str(self.run.path(product))
+        model, tokenizer = load_model(name, self.device, torch.float32 if train else self.dtype)
+        if train and not self.settings.is_tiny and model.supports_gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
         if (self.run.path(product) / HeadCritic.file).exists():
             model = HeadCritic.load(model, self.run.path(product))
@@ -1169,8 +1180,10 @@ class Sweet:
             return KeyboardSimulator()
         if self.server:
             return ServerSimulator(self.server, self.human_prompt)
-        if s.simulator != s.model or agent_product != "base":
-            model, tokenizer = load_model(s.simulator, self.device)
+        if s.simulator != s.model:
+            model, tokenizer = load_model(s.simulator, self.device, self.dtype)
+        elif agent_product != "base":
+            model, tokenizer, _ = self.model("base")
         return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch)
 
     def with_system(self, messages: list[Message]) -> list[Message]:
@@ -1307,7 +1320,7 @@ class Sweet:
 
     def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr, epochs, head=False) -> None:
         """Train a copy of the base on a file of dialogue pairs, with or without c, with or without a head."""
-        model, tokenizer, encoder = self.model("base")
+        model, tokenizer, encoder = self.model("base", train=True)
         fields = {"chosen": list, "rejected": list} | ({"ground_truth": str} if hint else {})
         examples = [
             Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
@@ -1397,7 +1410,7 @@ class Sweet:
     def actor(self, path: Path) -> None:
         """Equation 4 on pairs of candidates, without c; the pairs of one turn share its history's computation."""
         s = self.settings
-        model, tokenizer, encoder = self.model("base")
+        model, tokenizer, encoder = self.model("base", train=True)
         branches: dict[str, list[Branch]] = {}
         for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), {"prompt": list, "chosen": list, "rejected": list}):
             pair = encoder.candidates(row["prompt"], [row["chosen"][-1], row["rejected"][-1]])
@@ -1415,7 +1428,7 @@ class Sweet:
     def rft(self, path: Path) -> None:
         """Baseline: the likelihood of the agent's tokens in successful dialogues."""
         s = self.settings
-        model, tokenizer, encoder = self.model("base")
+        model, tokenizer, encoder = self.model("base", train=True)
         chosen = [group[i] for group in self.groups() for i in self.benchmark.good([t.reward for t in group])]
         good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in chosen]
         if not good:

@@ -643,7 +643,7 @@ def test_the_optimizer_is_the_papers(model, encoder, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", Spy)
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
     history = trainer().train(model, dialogue_pairs(encoder), dpo_objective(1.0, 0.01), "x", 2e-7, 1, 1)
-    assert seen == {"lr": 2e-7, "betas": (0.9, 0.95), "weight_decay": 0.0, "clip": 1.0}
+    assert seen == {"lr": 2e-7, "betas": (0.9, 0.95), "weight_decay": 0.0, "fused": False, "clip": 1.0}
     assert [row["lr"] for row in history] == pytest.approx([2e-7, 2e-7])  # two steps: warm at once, then the cosine's top
 
 
@@ -657,6 +657,51 @@ def test_bfloat16_computes_and_float32_keeps(model, encoder):
     trainer(dtype=torch.bfloat16).train(model, dialogue_pairs(encoder), dpo_objective(1.0, 0.01), "x", 2e-7, 1, 1)
     after = model.model.embed_tokens.weight
     assert after.dtype == torch.float32 and 0 < (after - before).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_at_the_papers_learning_rate_a_bfloat16_weight_never_moves(model, encoder, dtype):
+    """The same training with bfloat16 compute: weights of ordinary size in bfloat16 stay where they are, in float32 they move."""
+    model.to(dtype)
+    before = [weight.detach().clone() for weight in model.parameters()]
+    trainer(dtype=torch.bfloat16).train(model, dialogue_pairs(encoder), dpo_objective(1.0, 0.01), "x", 2e-7, 2, 1)
+    moved = torch.cat([(old != new)[old.abs() > 1e-3] for old, new in zip(before, model.parameters())]).float().mean()
+    assert moved == 0 if dtype == torch.bfloat16 else moved > 0.5
+
+
+@pytest.fixture
+def like_a_real_one(model, tokenizer, tmp_path):
+    """`like_a_real_one(*flags)`: a Sweet whose --model is a folder, as of a model from elsewhere."""
+    sweet_rl.save_model(model, tokenizer, tmp_path / "model")
+    return lambda *flags: Sweet(settings("--model", tmp_path / "model", "--out", tmp_path / "out", *flags))
+
+
+def test_what_is_frozen_samples_and_scores_in_the_compute_precision(like_a_real_one):
+    sweet = like_a_real_one("--precision", "bfloat16", "--max-new-tokens", 4)
+    model, tokenizer, encoder = sweet.model("base")
+    assert model.dtype == torch.bfloat16 and sweet.model("base", train=True)[0].dtype == torch.float32
+    assert len(sweet.agent(model, tokenizer).sample([[REQUEST]], 3)[0]) == 3
+    logps, _ = sweet.trainer.log_probs(model, dialogue_pairs(encoder))
+    exact, _ = trainer().log_probs(model.float(), dialogue_pairs(encoder))
+    assert logps.dtype == torch.float32 and 0 < (logps - exact).abs().max() < 0.5
+
+
+def test_activations_computed_again_change_nothing(like_a_real_one):
+    """Log-probs and gradients under a tree's mask, with and without; with, the backward pass runs each layer again."""
+    model, _, encoder = like_a_real_one().model("base", train=True)
+    batch, found, calls = pairs_of_turns(encoder, 3), [], []
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    model.train()
+    for again in (True, False):
+        if not again:
+            model.activation_checkpointing_disable()
+        logps, turn_ids = trainer().log_probs(model, batch)
+        calls.clear()
+        nll(logps, turn_ids).sum().backward()
+        found.append((len(calls), logps.detach(), gradients(model)))
+    (once_more, *ours), (never, *plain) = found
+    assert (once_more, never) == (1, 0)
+    torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
 def test_too_long_dialogues_are_left_out_and_counted(encoder, capsys):
@@ -762,7 +807,7 @@ def test_pairs_by_the_backend_rule(sweet):
 @pytest.mark.parametrize("stage", ["pairs", "rft"])
 def test_no_success_is_one_clear_line(sweet, monkeypatch, model, tokenizer, encoder, stage):
     colbench.save_trajectories(sweet.run.path("trajectories.jsonl"), [played(Task("t", "c", {}), "x", reward=0.9)])
-    monkeypatch.setattr(sweet, "model", lambda product: (model, tokenizer, encoder))
+    monkeypatch.setattr(sweet, "model", lambda product, train=False: (model, tokenizer, encoder))
     with pytest.raises(InputError, match="trajectories.jsonl: no ") as caught:
         getattr(sweet, stage)(sweet.run.path(stage))
     assert "\n" not in str(caught.value)
@@ -828,7 +873,7 @@ def trained_on(sweet, monkeypatch, model, tokenizer, encoder):
         getattr(sweet, stage)(sweet.run.path("anything"))
         return seen["texts"], seen["rest"]
 
-    monkeypatch.setattr(sweet, "model", lambda product: (model, tokenizer, encoder))
+    monkeypatch.setattr(sweet, "model", lambda product, train=False: (model, tokenizer, encoder))
     monkeypatch.setattr(sweet, "fit", fit)
     for number, name in enumerate(("critic", "actor", "rft", "mt_dpo"), 1):
         setattr(sweet.settings, f"{name}_lr", number / 1000)
@@ -919,9 +964,10 @@ def test_a_line_of_metrics_is_first_and_last_tenth():
 
 
 def test_the_human_is_the_untouched_model_never_the_actor(tmp_path, monkeypatch, model, tokenizer):
-    monkeypatch.setattr(sweet_rl, "load_model", lambda name, device: ("untouched", name))
+    monkeypatch.setattr(sweet_rl, "load_model", lambda name, device, dtype: ("untouched", name))
     monkeypatch.setattr(sweet_rl, "LLMSimulator", lambda *given: given[:2])
     sweet = Sweet(settings("--model", "some/model", "--out", tmp_path))
+    monkeypatch.setattr(sweet, "model", lambda product: ("untouched", "some/model", "encoder") if product == "base" else None)
     assert sweet.human("actor", "trained", "tokenizer") == ("untouched", "some/model")
     assert sweet.human("base", "at hand", "tokenizer") == ("at hand", "tokenizer")
     sweet.settings.simulator = "other/model"
@@ -1455,7 +1501,7 @@ def test_the_report_holds_the_run(finished):
 def test_a_dialogue_scored_whole_and_turn_by_turn(sweet, monkeypatch, model, tokenizer, encoder):
     """What the report shows of a turn is what `score` gives to it as a candidate."""
     models = {"critic": model, "base": small_reference(model)}
-    monkeypatch.setattr(sweet, "model", lambda product: (models[product], tokenizer, encoder))
+    monkeypatch.setattr(sweet, "model", lambda product, train=False: (models[product], tokenizer, encoder))
     dialogues = [
         played(Task("write fee(x) for a taxi.", CODE), "what?", "the rate is 3.", "ok then"),
         played(Task("t", "c"), "x"),
