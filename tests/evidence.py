@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import shutil
@@ -43,7 +44,7 @@ VARIANTS = {  # kinds of critic, with the learning rates that `search` found
 }
 RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
 BEST_OF = (2, 4, 8, 16, 32)
-LARGER = {"hidden_size": 128, "layers": 4}  # about 0.9 M parameters
+LARGER = {"hidden_size": 128, "layers": 4}  # 0.85 M parameters, 5.5 times the smaller one's
 
 
 # --- runs
@@ -111,13 +112,16 @@ def deal_world(number: int) -> None:
 
 
 # --- figures
-def mean_interval(values: list[float]) -> str:
-    """Mean and its 95 % interval over seeds, in percent."""
+def interval(values: list[float]) -> tuple[float, float]:
+    """Mean over seeds and half of its 95 % interval, in percent; nan for a single seed's interval."""
     n, mean = len(values), sum(values) / len(values)
-    if n == 1:
-        return f"{100 * mean:.1f}"
-    half = STUDENT[n - 2] * (sum((v - mean) ** 2 for v in values) / (n - 1) / n) ** 0.5
-    return f"{100 * mean:.1f} ± {100 * half:.1f}"
+    half = STUDENT[n - 2] * (sum((v - mean) ** 2 for v in values) / (n - 1) / n) ** 0.5 if n > 1 else math.nan
+    return 100 * mean, 100 * half
+
+
+def mean_interval(values: list[float]) -> str:
+    """The same as text."""
+    return "{:.1f} ± {:.1f}".format(*interval(values))
 
 
 def table(columns: list[str], rows: list[list[str]]) -> None:
@@ -169,6 +173,27 @@ def outcome_table(out: Path, seeds: range, methods: list[str]) -> None:
         ]
         rows.append([method, *(mean_interval([e.count(kind) / len(e) for e in ends]) for kind in kinds)])
     table(["% of test dialogues", *kinds], rows)
+
+
+def chart(path: Path, title: str, xs: list, curves: dict[str, list[list[float]]]) -> None:
+    """A picture of curves with their intervals: for each name and x the values of the seeds, from 0 to 1."""
+    place = lambda i, percent: (60 + i * 400 / (len(xs) - 1), 290 - 2.5 * percent)  # noqa: E731
+    parts = ['<rect width="640" height="340" fill="#fff"/>', f'<text x="20" y="22" font-weight="bold">{title}</text>']
+    for percent in range(0, 101, 20):
+        y = place(0, percent)[1]
+        parts.append(f'<path d="M60 {y}H460" stroke="#ddd"/><text x="50" y="{y + 4}" text-anchor="end">{percent}</text>')
+    parts += [f'<text x="{place(i, 0)[0]:.0f}" y="312" text-anchor="middle">{x}</text>' for i, x in enumerate(xs)]
+    ends = sorted(curves, key=lambda name: -interval(curves[name][-1])[0])
+    for (name, values), colour in zip(curves.items(), ("#2e9e5b", "#d0433b", "#3b6fd0", "#b8860b")):
+        points = [(place(i, interval(v)[0]), 2.5 * interval(v)[1]) for i, v in enumerate(values)]
+        line = " ".join(f"{x:.0f},{y:.1f}" for (x, y), _ in points)
+        bars = "".join(f"M{x:.0f} {y - half:.1f}v{2 * half:.1f}" for (x, y), half in points)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<path d="{bars}" stroke="{colour}" stroke-opacity="0.5"/>')
+        parts.append(f'<text x="475" y="{60 + 20 * ends.index(name)}" fill="{colour}">{name}</text>')
+    head = '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="340" font-family="monospace" font-size="13" fill="#444">'
+    path.write_text(head + "".join(parts) + "</svg>\n")
+    print(f"picture: {path}")
 
 
 # --- the tables and figures, each a command
@@ -228,7 +253,7 @@ def likelihoods(sweet: sweet_rl.Sweet, critic, judge, examples: list[sweet_rl.Ex
 
 def figure3a(out: Path, seeds: range) -> None:
     """Best-of-N: the fixed zero-shot agent says what a critic ranks first of N samples, on the first 250 test tasks."""
-    one, rows = mean_interval([run_zero_shot(out, seed) for seed in seeds]), []
+    one, curves = [run_zero_shot(out, seed) for seed in seeds], {}
     for kind in ("SWEET", "no c", "value function", "judge"):
         donors = {seed: with_critic(out, seed, kind) for seed in seeds}
         score = likelihoods if kind == "judge" else sweet_rl.Sweet.advantages
@@ -237,8 +262,10 @@ def figure3a(out: Path, seeds: range) -> None:
                 [best_of(out, s, n, *VARIANTS.get(kind, []), name=f"best-of-{n} {kind}", donor=donors[s]) for s in seeds]
                 for n in BEST_OF
             ]
-        rows.append([kind, one, *map(mean_interval, made)])
+        curves[kind] = [one, *made]
+    rows = [[kind, *map(mean_interval, curve)] for kind, curve in curves.items()]
     table(["success %, best of N at every turn", "N = 1", *map(str, BEST_OF)], rows)
+    chart(out / "figure3a.svg", "success %, the best of N samples at every turn", [1, *BEST_OF], curves)
     print("paper: SWEET reaches 44.3; judge, value function and no c end at 37.3, 34.2 and 28.5 in some order")
 
 
@@ -251,12 +278,15 @@ def run_zero_shot(out: Path, seed: int) -> float:
 def figure3b(out: Path, seeds: range) -> None:
     """Success against the number of offline dialogues, each size a part of the next."""
     sizes = {size: [figures_at(out, seed, size) for seed in seeds] for size in (225, 450, 900, 1800)}
-    rows = []
-    for method in ("rft", "mt-dpo", "sweet"):
-        for how, pick in (("", lambda f: f["success"]), (" greedy", lambda f: f["greedy"]["success"])):
-            zero = mean_interval([pick(figures_of(folder(out, seed))["zero-shot"]) for seed in seeds])
-            rows.append([method + how, zero, *(mean_interval([pick(f[method]) for f in made]) for made in sizes.values())])
-    table(["success %, offline dialogues", "0", *map(str, sizes)], rows)
+    zero = [figures_of(folder(out, seed))["zero-shot"] for seed in seeds]
+    for how, pick in (("sampled", lambda f: f["success"]), ("greedy", lambda f: f["greedy"]["success"])):
+        curves = {
+            method: [list(map(pick, zero)), *([pick(f[method]) for f in made] for made in sizes.values())]
+            for method in ("rft", "mt-dpo", "sweet")
+        }
+        rows = [[method, *map(mean_interval, curve)] for method, curve in curves.items()]
+        table([f"success %, {how}, by offline dialogues", "0", *map(str, sizes)], rows)
+        chart(out / f"figure3b-{how}.svg", f"success %, {how}, by offline dialogues", [0, *sizes], curves)
     print("paper at 15,000: SWEET 40.4, Multi-Turn DPO 34.4, RFT 28.2; SWEET starts below Multi-Turn DPO at 3,000")
 
 
@@ -287,14 +317,15 @@ def more_dialogues(out: Path, seed: int, count: int) -> list[Trajectory]:
 
 
 def table4(out: Path, seeds: range) -> None:
-    """A larger model, warmed up in the same way, trained on the dialogues of the smaller one."""
+    """A larger model, warmed up in the same way but for 6 epochs, trained on the dialogues of the smaller one."""
+    larger = {"tiny_model": functools.partial(sweet_rl.tiny_model, **LARGER), "WARM_UP_EPOCHS": 6}
     results = []
     for seed in seeds:
         path = folder(out, seed, "larger")
         flags = ["--seed", str(seed), "--methods", "zero-shot,rft,mt-dpo,sweet"]
         flags += ["--trajectories", str(folder(out, seed) / "trajectories.jsonl")]
         if not (path / "base").exists():  # a base without a record is one that was put there by hand
-            with mock.patch.object(sweet_rl, "tiny_model", functools.partial(sweet_rl.tiny_model, **LARGER)):
+            with mock.patch.multiple(sweet_rl, **larger):
                 sweet_rl.Sweet(sweet_rl.parse_settings([*flags, "--out", str(path)])).warm_up(path / "base")
         results.append(run(path, *flags))
     runs = {method: [r[method] for r in results] for method in results[0]}
@@ -365,8 +396,10 @@ def hand_made_states(tasks: list[Task], rng: random.Random) -> dict[str, list[tu
         hasty = answer({name: details[name] for name in told})
         slip = rng.choice(names)
         miscopied = answer(details | {slip: rng.choice(colbench.neighbours(details[slip]))})
+        again = [("wanted over repeated question", early, wanted, QUESTION.format(rng.choice(told)))] if told else []
         for kind, history, right, wrong in (
             ("wanted over absent question", early, wanted, absent),
+            *again,
             ("wanted question over early answer", early, wanted, hasty),
             ("absent question over early answer", early, absent, hasty),
             ("answer over needless question", late, answer(details), absent),
