@@ -308,7 +308,8 @@ def figures_at(out: Path, seed: int, size: int) -> dict:
 
 def more_dialogues(out: Path, seed: int, count: int) -> list[Trajectory]:
     """Three dialogues on each of `count` more tasks, which neither training nor warm-up has seen."""
-    used = sweet_rl.TINY_TRAIN_TASKS + sweet_rl.WARM_UP_TASKS
+    world = sweet_rl.MINIATURES["backend"]
+    used = world.train_tasks + world.warm_up_tasks
     tasks, path = colbench.miniature_tasks("train", used + count, seed)[used:], folder(out, seed, "more-tasks.jsonl")
     colbench.write_jsonl(path, [vars(task) for task in tasks])
     more = ["--train-tasks", str(path), "--stages", "collect", "--methods", "zero-shot"]
