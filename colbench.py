@@ -339,21 +339,27 @@ class Action:
 
 Agent = Callable[[list[list[Message]]], list[Action]]  # a batch of histories -> a batch of actions
 Human = Callable[[list[Task], list[list[Message]]], list[str]]  # tasks and their dialogues -> replies
+Chooser = Callable[[list[Task], list[list[Message]], list[list[Action]]], list[Action]]  # of candidates, one each
 
 
 def rollout(
-    agent: Agent, human: Human, tasks: list[Task], max_turns: int = 10, find_answer=None, reply_limit=400
-) -> list[Trajectory]:
+    agent: Agent, human: Human, tasks: list[Task], max_turns: int = 10, find_answer=None, reply_limit=400,
+    choose: Chooser | None = None,
+) -> list[Trajectory]:  # fmt: skip
     """Play one dialogue per task, all in lockstep, for at most `max_turns` agent turns.
 
     A dialogue ends with the answer marker, with the last turn, or when the human leaves.  `find_answer` takes what
     the agent hands over out of the finished dialogue (default: `final_code`); the agent gets to read `reply_limit`
-    characters of a reply.  It sees visible messages only: `ground_truth` has no way to it.
+    characters of a reply.  It sees visible messages only: `ground_truth` has no way to it.  With `choose` the agent
+    returns several actions for each history, and `choose`, which knows the tasks, takes one of them.
     """
     trajectories = [Trajectory(t, [{"role": "user", "content": t.problem_description}], "") for t in tasks]
     open_ones = trajectories
     for turn in range(max_turns):
-        actions = agent([visible(t.dialogue) for t in open_ones])
+        histories = [visible(t.dialogue) for t in open_ones]
+        actions = agent(histories)
+        if choose:
+            actions = choose([t.task for t in open_ones], histories, actions)
         talking = []
         for trajectory, action in zip(open_ones, actions, strict=True):
             seen, answer = parse_action(action.text)

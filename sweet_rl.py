@@ -129,6 +129,7 @@ class Settings:
     candidates: int = option("method", 16, 16, "candidate messages per turn")
     turn_fraction: float = option("method", 1.0, 0.1, "fraction of the dialogues whose turns get candidates")
     pairs_per_turn: int = option("method", 4, 4, "pairs of candidates per turn")
+    best_of: int = option("method", None, None, "evaluate with the best of N samples at every turn, by the critic, who reads c")
     critic_beta: float = option("method", 30.0, 0.1, "beta of equation 2")
     actor_beta: float = option("method", 0.2, 0.1, "beta' of equation 4")
     mt_dpo_beta: float = option("method", 0.3, 0.1, "beta of Multi-Turn DPO")
@@ -299,14 +300,14 @@ def tiny_tokenizer(task: str = "backend"):
     return tokenizer
 
 
-def tiny_model(tokenizer):
+def tiny_model(tokenizer, hidden_size: int = 64, layers: int = 2):
     """About 130,000 parameters, random; grouped-query attention and tied embeddings like its larger kin."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, initializer_range=0.06, max_position_embeddings=1024, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, initializer_range=0.06, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -965,7 +966,14 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
 AGENTS = {"single-turn": "base", "zero-shot": "base", "rft": "rft", "mt-dpo": "mt-dpo", "sweet": "actor"}
 EVAL_SETTINGS = ("tasks", "num_tasks", "simulator", "human_prompt", *ROLLOUT_SETTINGS)
 for method, agent in AGENTS.items():
-    PRODUCTS[f"eval_{method}.jsonl"] = PRODUCTS[f"eval_{method}_greedy.jsonl"] = ("evaluate", EVAL_SETTINGS, (agent,))
+    PRODUCTS[f"eval_{method}.jsonl"] = ("evaluate", (*EVAL_SETTINGS, "best_of"), (agent,))
+    PRODUCTS[f"eval_{method}_greedy.jsonl"] = ("evaluate", EVAL_SETTINGS, (agent,))
+
+
+def inputs_of(product: str, s: Settings) -> tuple[str, ...]:
+    """What a product is made from; best-of-N needs the critic as well."""
+    _, names, inputs = PRODUCTS[product]
+    return (*inputs, "critic") if s.best_of and "best_of" in names else inputs
 
 
 def seed_of(*parts) -> int:
@@ -1022,12 +1030,11 @@ class Run:
         path = self.path(product)
         if path.exists() and product not in self.records:
             return {product: f"by hand {self.digest(path) if path.is_file() else 'folder'}"}
-        _, names, inputs = PRODUCTS[product]
-        shape = {name: getattr(self.settings, name) for name in names}
+        shape = {name: getattr(self.settings, name) for name in PRODUCTS[product][1]}
         for name, value in shape.items():
             if isinstance(value, str) and os.path.isfile(value):  # what is in it shapes the product, not its name alone
                 shape[name] = f"{value} {self.digest(Path(value))}"
-        for other in inputs:
+        for other in inputs_of(product, self.settings):
             shape |= self.shape(other)
         return shape
 
@@ -1050,8 +1057,7 @@ class Run:
             print(f"  {product}: there already{where}, not made again")
             self.checkpoint(product).path.unlink(missing_ok=True)  # of a run that was killed right behind it
             return
-        stage, _, inputs = PRODUCTS[product]
-        for other in inputs:
+        for other in inputs_of(product, self.settings):
             if not self.path(other).exists() and not (other == "base" and not self.settings.is_tiny):
                 raise InputError(f"{self.path(other)} is missing: run stage {PRODUCTS[other][0]} first (--stages)")
             self.check(other)
@@ -1216,12 +1222,12 @@ class Sweet:
             trajectory.reward = None if math.isnan(reward) else float(reward)
         return [colbench.trajectory_row(t) for t in trajectories]
 
-    def play(self, path: Path, tasks: list[Task], agent, human, max_turns: int) -> None:
+    def play(self, path: Path, tasks: list[Task], agent, human, max_turns: int, choose=None) -> None:
         """Play a dialogue per task, in batches, into a trajectories file."""
 
         def rows(batch: list[Task]) -> list[dict]:
-            played = colbench.rollout(agent, human.reply, batch, max_turns, self.benchmark.find_answer, self.benchmark.reply_limit)
-            return self.rewarded_rows(played)
+            how = (max_turns, self.benchmark.find_answer, self.benchmark.reply_limit, choose)
+            return self.rewarded_rows(colbench.rollout(agent, human.reply, batch, *how))
 
         self.run.rows_by_batch(path, tasks, self.settings.generate_batch, rows)
 
@@ -1352,22 +1358,34 @@ class Sweet:
         agent = self.agent(model, tokenizer)
 
         def rows(batch) -> list[dict]:
-            sampled = agent.sample([history for _, history in batch], s.candidates)
-            made = []
-            for (task, history), actions in zip(batch, sampled):
-                messages = self.with_system(history)
-                made.append(
-                    {
-                        "messages": messages,
-                        "candidates": [a.text for a in actions],
-                        "truncated": [a.truncated for a in actions],
-                        "ground_truth": task.ground_truth,
-                    }
-                )
-            scores = self.score(critic, model, encoder, made)
-            return [row | {"advantages": advantages} for row, advantages in zip(made, scores)]
+            tasks, histories = zip(*batch)
+            return self.scored_rows(critic, model, encoder, tasks, histories, agent.sample(histories, s.candidates))
 
         self.run.rows_by_batch(path, turns, max(1, s.generate_batch // s.candidates), rows)
+
+    def scored_rows(self, critic, reference, encoder: Encoder, tasks, histories, candidates) -> list[dict]:
+        """The candidates of each turn, a list of actions, with their advantages."""
+        rows = [
+            {
+                "messages": self.with_system(history),
+                "candidates": [a.text for a in actions],
+                "truncated": [a.truncated for a in actions],
+                "ground_truth": task.ground_truth,
+            }
+            for task, history, actions in zip(tasks, histories, candidates)
+        ]
+        scores = self.score(critic, reference, encoder, rows)
+        return [row | {"advantages": advantages} for row, advantages in zip(rows, scores)]
+
+    def chooser(self) -> colbench.Chooser:
+        """Best-of-N: of a turn's candidates the one that the critic ranks first."""
+        (reference, _, encoder), critic = self.model("base"), self.model("critic")[0]
+
+        def choose(tasks, histories, candidates):
+            scores = [row["advantages"] for row in self.scored_rows(critic, reference, encoder, tasks, histories, candidates)]
+            return [actions[advantages.index(max(advantages))] for actions, advantages in zip(candidates, scores)]
+
+        return choose
 
     def score(self, critic, reference, encoder: Encoder, rows: list[dict]) -> list[list[float]]:
         """The advantage of every candidate of every row."""
@@ -1439,13 +1457,14 @@ class Sweet:
     # --- stage 7
     def evaluate(self, method: str, path: Path) -> None:
         """Play the held-out tasks, sampled at temperature 1 as in the paper, or greedy."""
-        s, product = self.settings, AGENTS[method]
+        s, product, choose = self.settings, AGENTS[method], None
         model, tokenizer, _ = self.model(product)
-        single = method == "single-turn"
-        temperature = 0.0 if path.name.endswith("_greedy.jsonl") else 1.0
-        agent = self.agent(model, tokenizer, temperature, self.single_turn_system if single else None)
+        single, greedy = method == "single-turn", path.name.endswith("_greedy.jsonl")
+        agent = self.agent(model, tokenizer, 0.0 if greedy else 1.0, self.single_turn_system if single else None)
         human = self.human(product, model, tokenizer)
-        self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns)
+        if s.best_of and not greedy:
+            agent, choose = functools.partial(agent.sample, n=s.best_of), self.chooser()
+        self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns, choose)
 
     def scored_dialogues(self, trajectories: list[Trajectory]) -> list[dict]:
         """What there is to show of each dialogue; with a critic, each agent message has its advantage."""
@@ -1536,7 +1555,7 @@ def wanted_products(s: Settings) -> list[str]:
 
     def add(product: str) -> None:
         wanted.add(product)
-        for other in PRODUCTS[product][2]:
+        for other in inputs_of(product, s):
             add(other)
 
     for method in s.methods.split(","):

@@ -272,6 +272,24 @@ def test_replies_are_cut():
     assert played.dialogue[2]["content"] == "y" * 400
 
 
+def test_a_chooser_knows_the_tasks_and_the_agent_only_what_was_said():
+    """Each turn's candidates come from histories; of the dialogues still open, `choose` gets task, history, candidates."""
+    tasks, seen, asked = [Task("a", "c of a"), Task("b", "c of b")], [], []
+
+    def agent(histories):
+        seen.append(histories)
+        return [[Action("what?"), Action(f"{ANSWER_MARKER} {history[0]['content']}")] for history in histories]
+
+    def choose(tasks, histories, candidates):
+        asked.append([t.ground_truth for t in tasks])
+        ready = [task.problem_description == "a" or len(history) > 1 for task, history in zip(tasks, histories)]
+        return [actions[answers] for actions, answers in zip(candidates, ready)]
+
+    played = rollout(agent, replies("x", "x"), tasks, choose=choose)
+    assert [t.answer for t in played] == ["a", "b"] and [len(t.turns) for t in played] == [1, 2]
+    assert asked == [["c of a", "c of b"], ["c of b"]] and "c of" not in str(seen)
+
+
 def test_lockstep_asks_only_about_open_dialogues():
     """Task i answers at its turn i; the batches shrink by one each time, and dialogues do not mix."""
     tasks = [Task(f"task {i}", "", {}) for i in range(1, 4)]

@@ -947,7 +947,7 @@ def test_what_is_evaluated(sweet, monkeypatch, model, tokenizer, encoder, method
     """Each method's own weights, at temperature 1 or 0; a single turn has a prompt of its own."""
     loaded = []
     monkeypatch.setattr(sweet, "model", lambda product: loaded.append(product) or (model, tokenizer, encoder))
-    monkeypatch.setattr(sweet, "play", lambda path, tasks, agent, human, turns: loaded.append((tasks, agent, turns)))
+    monkeypatch.setattr(sweet, "play", lambda path, tasks, agent, human, turns, _: loaded.append((tasks, agent, turns)))
     sweet.settings.num_tasks = 5
     sweet.evaluate(method, sweet.run.path(f"eval_{method}{'_greedy' if greedy else ''}.jsonl"))
     product, (tasks, player, turns) = loaded
@@ -955,6 +955,22 @@ def test_what_is_evaluated(sweet, monkeypatch, model, tokenizer, encoder, method
     assert tasks == miniature_tasks("test", 5) and player.temperature == (0.0 if greedy else 1.0)
     single = method == "single-turn"
     assert turns == (1 if single else 10) and (player.system != sweet.system) == single
+
+
+def test_best_of_n_takes_what_the_critic_ranks_first(sweet, monkeypatch, model, tokenizer, encoder):
+    """Of the candidates of each history, scored with the c of its own task."""
+    asked = []
+    monkeypatch.setattr(sweet, "model", lambda product: (f"the {product}", tokenizer, encoder))
+
+    def score(critic, reference, encoder, rows):
+        asked.append((critic, reference, [(row["ground_truth"], row["messages"][-1]["content"]) for row in rows]))
+        return [[0.1, 0.3, 0.2], [-1.0, -2.0, -2.0]]
+
+    monkeypatch.setattr(sweet, "score", score)
+    tasks, histories = [Task(name, f"c of {name}") for name in "ab"], [[{"role": "user", "content": name}] for name in "ab"]
+    candidates = [[colbench.Action(f"{name}{i}") for i in range(3)] for name in "ab"]
+    assert [action.text for action in sweet.chooser()(tasks, histories, candidates)] == ["a1", "b0"]
+    assert asked == [("the critic", "the base", [("c of a", "a"), ("c of b", "b")])]
 
 
 def test_a_line_of_metrics_is_first_and_last_tenth():
@@ -1340,6 +1356,16 @@ def test_a_run_with_a_head_critic(rerun, kind):
     assert "reward_chosen" in out and "nll" not in out.split("critic: ")[1].split("\n")[0]
 
 
+def test_a_run_with_best_of_n(rerun, finished):
+    """Sampled dialogues are played anew, by the critic's choice; greedy ones, which have none, stay as they are."""
+    code, out, err = rerun("--best-of", "3", "--methods", "zero-shot", drop=["eval_zero-shot.jsonl"])
+    assert code == 0, err
+    changed = {name for name in rerun.after if rerun.after[name] != rerun.before.get(name)}
+    assert changed - {"results.json"} == {"eval_zero-shot.jsonl", "settings.json"}
+    record = json.loads((rerun.out / "settings.json").read_text())["eval_zero-shot.jsonl"]
+    assert record["best_of"] == 3 and "critic_beta" in record
+
+
 def test_the_same_seed_makes_the_same_files(rerun, finished):
     files = ["trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor"]
     files += ["eval_sweet.jsonl", "eval_sweet_greedy.jsonl"]
@@ -1357,6 +1383,7 @@ def test_the_same_seed_makes_the_same_files(rerun, finished):
         (["--candidates", "3"], ["candidates.jsonl", "candidates"]),
         (["--actor-lr", "1"], ["actor_lr"]),
         (["--no-hint"], ["critic", "no_hint was False, is True"]),
+        (["--best-of", "3"], ["eval_single-turn.jsonl", "best_of was None, is 3"]),
         (["--num-tasks", "2"], ["num_tasks"]),
         (["--stages", "evaluate", "--critic-beta", "99"], ["eval_sweet", "critic_beta"]),
     ],
