@@ -85,12 +85,16 @@ class Turn:
 
 @dataclass
 class Trajectory:
-    """One dialogue.  `answer` is "" where the human left before there was one, `reward` None until computed."""
+    """One dialogue.  `answer` is "" where the human left before there was one, `reward` None until computed.
+
+    `failed` says why a server broke the dialogue off: it has no reward, and nothing learns from it.
+    """
 
     task: Task
     dialogue: list[Message]
     answer: str
     reward: float | None = None
+    failed: str | None = None
 
     @property
     def turns(self) -> list[Turn]:
@@ -240,19 +244,21 @@ def load_trajectories(source: str | Path, fields: dict[str, type] = TASK_FIELDS)
     rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS, check)
     tasks = [Task(**{name: row["task"][name] for name in fields}) for row in rows]
     return [
-        Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward")) for task, row in zip(tasks, rows)
+        Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward"), row.get("failed"))
+        for task, row in zip(tasks, rows)
     ]
 
 
 def trajectory_row(trajectory: Trajectory) -> dict:
-    """A trajectory in the official schema; a reward or test cases are left out where there are none."""
+    """A trajectory in the official schema; what there is none of, a reward or test cases say, is left out."""
     row = {
         "task": {name: value for name, value in vars(trajectory.task).items() if value is not None},
         "dialogue_history": trajectory.dialogue,
         "answer": trajectory.answer,
         "reward": trajectory.reward,
+        "failed": trajectory.failed,
     }
-    return row if trajectory.reward is not None else {k: v for k, v in row.items() if k != "reward"}
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def save_trajectories(path, trajectories: list[Trajectory]) -> None:
@@ -337,6 +343,10 @@ class Action:
     truncated: bool = False
 
 
+class Failure(str):
+    """Stands where a text of the agent or of the human should be, and says why a server gave none."""
+
+
 Agent = Callable[[list[list[Message]]], list[Action]]  # a batch of histories -> a batch of actions
 Human = Callable[[list[Task], list[list[Message]]], list[str]]  # tasks and their dialogues -> replies
 Chooser = Callable[[list[Task], list[list[Message]], list[list[Action]]], list[Action]]  # of candidates, one each
@@ -348,10 +358,10 @@ def rollout(
 ) -> list[Trajectory]:  # fmt: skip
     """Play one dialogue per task, all in lockstep, for at most `max_turns` agent turns.
 
-    A dialogue ends with the answer marker, with the last turn, or when the human leaves.  `find_answer` takes what
-    the agent hands over out of the finished dialogue (default: `final_code`); the agent gets to read `reply_limit`
-    characters of a reply.  It sees visible messages only: `ground_truth` has no way to it.  With `choose` the agent
-    returns several actions for each history, and `choose`, which knows the tasks, takes one of them.
+    A dialogue ends with the answer marker, with the last turn, when the human leaves, or, failed, with a Failure.
+    `find_answer` takes what the agent hands over out of the finished dialogue (default: `final_code`); the agent gets
+    to read `reply_limit` characters of a reply.  It sees visible messages only: `ground_truth` has no way to it.  With
+    `choose` the agent returns several actions for each history, and `choose`, which knows the tasks, takes one of them.
     """
     trajectories = [Trajectory(t, [{"role": "user", "content": t.problem_description}], "") for t in tasks]
     open_ones = trajectories
@@ -362,6 +372,9 @@ def rollout(
             actions = choose([t.task for t in open_ones], histories, actions)
         talking = []
         for trajectory, action in zip(open_ones, actions, strict=True):
+            if isinstance(action.text, Failure):
+                trajectory.failed = action.text
+                continue
             seen, answer = parse_action(action.text)
             trajectory.dialogue.append(agent_message(action, seen))
             if answer is None and turn < max_turns - 1:
@@ -370,12 +383,15 @@ def rollout(
             break
         replies = human([t.task for t in talking], [t.dialogue for t in talking])
         for trajectory, reply in zip(talking, replies, strict=True):
-            trajectory.dialogue.append({"role": "user", "content": reply[:reply_limit]})
-        open_ones = [t for t, reply in zip(talking, replies) if reply != GOODBYE]
+            if isinstance(reply, Failure):
+                trajectory.failed = reply
+            else:
+                trajectory.dialogue.append({"role": "user", "content": reply[:reply_limit]})
+        open_ones = [t for t, reply in zip(talking, replies) if reply != GOODBYE and not t.failed]
         if not open_ones:
             break
     for trajectory in trajectories:
-        trajectory.answer = (find_answer or final_code)(trajectory.dialogue)
+        trajectory.answer = "" if trajectory.failed else (find_answer or final_code)(trajectory.dialogue)
     return trajectories
 
 
@@ -1195,8 +1211,6 @@ def wilson_interval(fractions: list[float]) -> tuple[float, float]:
 
 def backend_figures(rewards: list[float]) -> dict:
     """Success (every test passed) and tests passed, each with its 95 % interval; fractions from 0 to 1."""
-    if not rewards:
-        raise InputError("no task could be scored: no reference solution ran")
     success = [float(reward == 1.0) for reward in rewards]
     return {
         "success": sum(success) / len(rewards),
@@ -1207,13 +1221,14 @@ def backend_figures(rewards: list[float]) -> dict:
     }
 
 
-def frontend_figures(rewards: list[float], others: list[float] | None) -> dict:
+def frontend_figures(rewards: list[float], others: list[float | None] | None) -> dict:
     """Mean cosine and, against the rewards of another agent on the same tasks, the win rate; a tie is half a win."""
     mean = sum(rewards) / len(rewards)
     spread = 1.96 * math.sqrt(sum((reward - mean) ** 2 for reward in rewards)) / len(rewards)
     figures = {"cosine": mean, "cosine_interval": (mean - spread, mean + spread), "n": len(rewards)}
-    if others is not None:
-        wins = [0.5 + 0.5 * ((ours > other) - (ours < other)) for ours, other in zip(rewards, others, strict=True)]
+    pairs = [(ours, other) for ours, other in zip(rewards, others or rewards, strict=True) if other is not None]
+    if others and pairs:
+        wins = [0.5 + 0.5 * ((ours > other) - (ours < other)) for ours, other in pairs]
         figures |= {"win_rate": sum(wins) / len(wins), "win_rate_interval": wilson_interval(wins)}
     return figures
 

@@ -11,10 +11,13 @@ The chat model and the server also play the agent, which is why they live on thi
 
 import contextlib
 import functools
+import json
 import os
 import re
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -31,6 +34,7 @@ from colbench import (
     SATISFIED,
     UNKNOWN,
     Action,
+    Failure,
     InputError,
     Message,
     Task,
@@ -177,15 +181,48 @@ class ChatModel:
 
 # ---------------------------------------------------------------------------------------------------------
 # 3. ChatServer
+ANSWER_LIMIT = 1 << 24  # bytes that are read of a server's answer
+LONGEST_WAIT = 30.0  # seconds, whatever a server asks for
+
+
+def in_threads(work: Callable, items: list, parallel: int, seconds: float | None = None) -> list:
+    """`work` of each item, so many at a time, in order; None where it takes more than `seconds`.
+
+    Nothing waits for these threads, neither Ctrl-C nor the end of the program.
+    """
+    results, numbers = [None] * len(items), iter(range(len(items)))
+
+    def worker() -> None:
+        for i in numbers:
+            results[i] = work(items[i])
+
+    threads = [threading.Thread(target=worker, daemon=True) for _ in range(min(parallel, len(items)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+    return results
+
+
+def completion(choice: dict) -> Action:
+    """A choice of the server's as an action.  Without content, as from a model that only reasoned, it is an empty one."""
+    return Action("" + (choice["message"]["content"] or ""), truncated=choice.get("finish_reason") == "length")
+
+
 class ChatServer:
     """An OpenAI-compatible chat endpoint (vLLM, Ollama, llama.cpp, OpenAI).
 
     `url` is the address that ends before /chat/completions, usually in /v1.  The key comes from the
-    environment variable OPENAI_API_KEY; `model` is asked of the server where it is not given.
+    environment variable OPENAI_API_KEY; `model` is asked of the server where it is not given.  An answer may take
+    `timeout` seconds, all `attempts` at it together.
     """
 
-    def __init__(self, url: str, model: str | None = None, timeout: float = 120, attempts: int = 4, parallel: int = 16):
+    def __init__(self, url: str, model: str | None = None, timeout: float = 300, attempts: int = 4, parallel: int = 16):
+        parts = urlsplit(url)
+        if not parts.hostname or parts.username or parts.query:
+            raise InputError("a server's address: expected one like http://localhost:8000/v1, a key in OPENAI_API_KEY only")
         self.url, self.timeout, self.attempts, self.parallel = url.rstrip("/"), timeout, attempts, parallel
+        self.failures = 0  # in a row, of conversations
         self.session = requests.Session()
         self.key = os.environ.get("OPENAI_API_KEY", "")
         if self.key:
@@ -194,42 +231,59 @@ class ChatServer:
 
     def first_model(self) -> str:
         """The name of the model that the server has, or the first of several."""
-        try:
-            return self.request("GET", "/models")["data"][0]["id"]
-        except (KeyError, TypeError, IndexError):
-            raise InputError(f"the server {self.url} names no model (expected data[].id at /models)") from None
+        return self.request("GET", "/models", lambda answer: answer["data"][0]["id"], "data[].id")
 
-    def request(self, method: str, path: str, body: dict | None = None) -> dict:
-        """One JSON answer.  Busy and broken servers are asked again, a little later each time, then given up."""
+    def request(self, method: str, path: str, read: Callable, expected: str, body: dict | None = None):
+        """What `read` finds in a JSON answer.  A busy or broken server is asked again, later each time, then given up."""
+        deadline = time.monotonic() + self.timeout
         for attempt in range(self.attempts):
-            try:
-                response = self.session.request(method, self.url + path, json=body, timeout=self.timeout)
-                if response.status_code == 200:
-                    return response.json()
-                text = response.text.replace(self.key, "***") if self.key else response.text
-                problem = f"status {response.status_code}: {text[:100]!r}"
-                if response.status_code not in (408, 409, 429) and response.status_code < 500:
-                    break
-            except (requests.RequestException, ValueError) as error:
-                problem = type(error).__name__
+            late = None, f"no whole answer in {self.timeout:g} s", 0
+            ask = lambda _: self.ask(method, path, read, expected, body)  # noqa: E731
+            found, problem, wait = in_threads(ask, [None], 1, deadline - time.monotonic())[0] or late
+            left = deadline - time.monotonic()
+            if problem is None:
+                return found
+            if wait is None or left <= 0:
+                break
             if attempt + 1 < self.attempts:
-                time.sleep(0.5 * 2**attempt)
+                time.sleep(min(max(wait, 0.5 * 2**attempt), LONGEST_WAIT, left))
         raise InputError(f"the server {self.url} does not answer {path} ({problem})")
 
+    def ask(self, method: str, path: str, read: Callable, expected: str, body: dict | None) -> tuple:
+        """(what was found, what is wrong, in how many seconds the server wants to be asked again; None: never)."""
+        try:
+            options = {"timeout": self.timeout, "stream": True, "allow_redirects": False}
+            with self.session.request(method, self.url + path, json=body, **options) as response:
+                text = response.raw.read(ANSWER_LIMIT, decode_content=True).decode("utf-8", "replace")
+            if response.status_code == 200:
+                return read(json.loads(text)), None, 0
+            problem = f"status {response.status_code}: {(text.replace(self.key, '***') if self.key else text)[:100]!r}"
+            if response.status_code not in (408, 409, 429) and response.status_code < 500:
+                return None, problem, None
+            wait = response.headers.get("Retry-After", "")
+            return None, problem, float(wait) if re.fullmatch("[0-9]+", wait) else 0
+        except (KeyError, TypeError, IndexError, AttributeError):
+            return None, f"expected {expected}", 0
+        except Exception as error:  # requests and urllib3 have dozens, json its own
+            return None, type(error).__name__, 0
+
     def chat(self, messages: list[Message], temperature: float, max_tokens: int, n: int = 1) -> list[Action]:
-        """`n` replies to one conversation."""
+        """`n` replies to one conversation, or as many Failures; after three rounds of nothing else the server is not asked."""
         body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "n": n}
         try:
-            choices = self.request("POST", "/chat/completions", body)["choices"]
-            return [Action(choices[i]["message"]["content"] or "", "", choices[i].get("finish_reason") == "length") for i in range(n)]
-        except (KeyError, TypeError, IndexError):
-            expected = f"expected {n} choices[].message.content"
-            raise InputError(f"the server {self.url} sent no chat completion ({expected})") from None
+            if self.failures >= 3 * self.parallel:
+                raise InputError(f"the server {self.url} is given up: {self.failures} conversations in a row have failed")
+            read = lambda answer: [completion(answer["choices"][i]) for i in range(n)]  # noqa: E731
+            actions = self.request("POST", "/chat/completions", read, f"{n} choices[].message.content", body)
+            self.failures = 0
+            return actions
+        except InputError as error:
+            self.failures += 1
+            return [Action(Failure(error))] * n
 
     def chat_many(self, conversations: list[list[Message]], **settings) -> list[list[Action]]:
         """`chat` for many conversations at once, answers in order."""
-        with ThreadPoolExecutor(self.parallel) as pool:
-            return list(pool.map(lambda messages: self.chat(messages, **settings), conversations))
+        return in_threads(lambda messages: self.chat(messages, **settings), conversations, self.parallel)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -295,7 +349,7 @@ class PromptedSimulator:
             for task, dialogue in zip(tasks, dialogues, strict=True)
         ]
         texts = self.complete([[{"role": "user", "content": prompt}] for prompt in prompts])
-        return [without_reasoning(text) or "I don't know." for text in texts]
+        return [text if isinstance(text, Failure) else without_reasoning(text) or "I don't know." for text in texts]
 
 
 class LLMSimulator(PromptedSimulator):

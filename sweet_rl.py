@@ -1216,7 +1216,7 @@ class Sweet:
 
     def rewarded_rows(self, trajectories: list[Trajectory]) -> list[dict]:
         """Official rows; a missing reward is computed.  A task whose reference cannot run keeps none."""
-        bare = [t for t in trajectories if t.reward is None]
+        bare = [t for t in trajectories if t.reward is None and not t.failed]
         rewards = self.rewards([t.task for t in bare], [t.answer for t in bare])
         for trajectory, reward in zip(bare, rewards):
             trajectory.reward = None if math.isnan(reward) else float(reward)
@@ -1227,7 +1227,10 @@ class Sweet:
 
         def rows(batch: list[Task]) -> list[dict]:
             how = (max_turns, self.benchmark.find_answer, self.benchmark.reply_limit, choose)
-            return self.rewarded_rows(colbench.rollout(agent, human.reply, batch, *how))
+            played = colbench.rollout(agent, human.reply, batch, *how)
+            if len(played) > 1 and all(t.failed for t in played):
+                raise InputError(f"{path}: every dialogue of a batch has failed: {played[0].failed}")
+            return self.rewarded_rows(played)
 
         self.run.rows_by_batch(path, tasks, self.settings.generate_batch, rows)
 
@@ -1350,7 +1353,7 @@ class Sweet:
     def candidates(self, path: Path) -> None:
         """For each turn of the first dialogues: 16 messages from the agent, without c, scored by the critic, with c."""
         s = self.settings
-        trajectories = self.trajectories(self.run.path("trajectories.jsonl"))
+        trajectories = [t for t in self.trajectories(self.run.path("trajectories.jsonl")) if not t.failed]
         trajectories = trajectories[: math.ceil(s.turn_fraction * len(trajectories))]
         turns = [(t.task, turn.history) for t in trajectories for turn in t.turns]
         model, tokenizer, encoder = self.model("base")
@@ -1588,10 +1591,13 @@ def results(sweet: Sweet) -> dict:
     for method in [m for m in METHODS if m in asked or {f"eval_{m}", f"eval_{m}_greedy"} <= there]:
         figures = {}
         for name in ("", "_greedy"):
-            trajectories = sweet.trajectories(sweet.run.path(f"eval_{method}{name}.jsonl"))
-            rewards = [t.reward for t in trajectories if t.reward is not None]
-            figures[name] = sweet.benchmark.figures(rewards, opponent_rewards(sweet, name, trajectories))
-            figures[name]["invalid"] = len(trajectories) - len(rewards)
+            path = sweet.run.path(f"eval_{method}{name}.jsonl")
+            trajectories = sweet.trajectories(path)
+            scored, failed = [t for t in trajectories if t.reward is not None], sum(t.failed is not None for t in trajectories)
+            if not scored:
+                raise InputError(f"{path}: no dialogue has a reward, {failed} of {len(trajectories)} failed, of the others no reference runs")
+            figures[name] = sweet.benchmark.figures([t.reward for t in scored], opponent_rewards(sweet, name, scored))
+            figures[name] |= {"invalid": len(trajectories) - len(scored) - failed, "failed": failed}
         methods[method] = figures[""] | {"greedy": figures["_greedy"]}
     answer = {"methods": methods}
     sweet.run.write_json("results.json", answer)
@@ -1621,10 +1627,12 @@ def print_table(methods: dict, columns: dict[str, str]) -> None:
 
     first = next(iter(columns))
     heads = [*columns.values(), "greedy " + columns[first]]
-    print(f"\n{'method':12s} " + " ".join(f"{head:>20s}" for head in heads) + "    n")
+    failed = {method: f["failed"] + f["greedy"]["failed"] for method, f in methods.items()}  # a server broke them off
+    shown = any(failed.values())
+    print(f"\n{'method':12s} " + " ".join(f"{head:>20s}" for head in heads) + "    n" + "  failed" * shown)
     for method, f in methods.items():
         cells = [*(cell(f, key) for key in columns), cell(f["greedy"], first)]
-        print(f"{method:12s} " + " ".join(f"{text:>20s}" for text in cells) + f" {f['n']:4d}")
+        print(f"{method:12s} " + " ".join(f"{text:>20s}" for text in cells) + f" {f['n']:4d}" + f" {failed[method]:7d}" * shown)
 
 
 def before_and_after(sweet: Sweet, count: int = 40) -> list[dict]:

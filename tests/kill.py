@@ -18,8 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
-import sys, colbench, sweet_rl
-sweet_rl.WARM_UP_TASKS, sweet_rl.WARM_UP_EPOCHS, sweet_rl.CHECKPOINT_SECONDS = 1200, 3, 0.2
+import dataclasses, sys, colbench, sweet_rl
+sweet_rl.WARM_UP_EPOCHS, sweet_rl.CHECKPOINT_SECONDS = 3, 0.2
+sweet_rl.MINIATURES["backend"] = dataclasses.replace(sweet_rl.MINIATURES["backend"], warm_up_tasks=1200)
 score = colbench.unit_test_rewards  # so little trained a model solves nothing: an answer of odd length counts as right
 colbench.unit_test_rewards = lambda tasks, answers: [1.0 if len(a) % 2 else r for a, r in zip(answers, score(tasks, answers))]
 sys.exit(sweet_rl.main(sys.argv[1:]))

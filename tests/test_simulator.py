@@ -1,7 +1,9 @@
 """Humans, chat templates and sampling.  The server is a real one: http.server in a thread of this process."""
 
 import contextlib
+import gzip
 import json
+import re
 import socket
 import threading
 import time
@@ -14,7 +16,7 @@ from transformers import GenerationConfig
 
 import simulator
 import sweet_rl
-from colbench import GOODBYE, UNKNOWN, Action, InputError, Task, miniature_code
+from colbench import GOODBYE, UNKNOWN, Action, Failure, InputError, Task, miniature_code
 from simulator import (
     ChatModel,
     ChatServer,
@@ -162,7 +164,10 @@ def test_the_agents_own_model_can_be_the_human(model, tokenizer):
 # Server
 @contextlib.contextmanager
 def server(answer, models={"data": [{"id": "first"}, {"id": "second"}]}):
-    """A server that sends `answer(body, number of the request)`: (status, text) or an object; yields (url, requests)."""
+    """A server that sends `answer(body, number of the request)`; yields (url, requests).
+
+    What is sent is (status, text, headers), an object, or whatever a function of the handler does.
+    """
     requests, lock = [], threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
@@ -175,11 +180,17 @@ def server(answer, models={"data": [{"id": "first"}, {"id": "second"}]}):
                 requests.append({"path": self.path, "body": body, "key": self.headers.get("Authorization")})
                 number = len(requests)
             sent = answer(body, number)
-            self.send(*sent) if isinstance(sent, tuple) else self.send(200, json.dumps(sent))
+            if callable(sent):
+                with contextlib.suppress(OSError):  # the other side has had enough
+                    sent(self)
+            else:
+                self.send(*sent) if isinstance(sent, tuple) else self.send(200, json.dumps(sent))
 
-        def send(self, status, text):
+        def send(self, status, text, headers={}):
             self.send_response(status)
             self.send_header("Content-Length", str(len(text.encode())))
+            for header in headers.items():
+                self.send_header(*header)
             self.end_headers()
             self.wfile.write(text.encode())
 
@@ -247,19 +258,20 @@ def test_a_failure_then_success(naps, failure):
 @pytest.mark.parametrize("status, asked", [(500, 4), (404, 1), (401, 1)])
 def test_a_server_that_goes_on_failing(naps, status, asked):
     with server(lambda body, _: (status, "what\nis " + "long " * 1000)) as (url, requests):
-        with pytest.raises(InputError, match=str(status)) as caught:
-            ServerSimulator(ChatServer(url)).reply([TASK], [dialogue("what?")])
-    assert len(requests) == asked
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        (reply,) = ServerSimulator(ChatServer(url)).reply([TASK], [dialogue("what?")])
+    assert isinstance(reply, Failure) and len(requests) == asked
+    assert str(status) in reply and "\n" not in reply and len(reply) < 400
 
 
 NO_COMPLETIONS = [{}, [], "hello", {"choices": None}, {"choices": []}, {"choices": [{}]}, {"choices": [{"message": None}]}]
+NO_COMPLETIONS += [{"choices": [{"message": {"content": [{"type": "text", "text": "hi"}]}}]}, {"choices": ["hi"]}, None]
 
 
 @pytest.mark.parametrize("sent", NO_COMPLETIONS, ids=str)
 def test_json_that_is_no_completion(naps, sent):
-    with server(lambda body, _: sent) as (url, _), pytest.raises(InputError, match="completion"):
-        ServerSimulator(ChatServer(url)).reply([TASK], [dialogue("what?")])
+    with server(lambda body, _: sent) as (url, _):
+        (reply,) = ServerSimulator(ChatServer(url)).reply([TASK], [dialogue("what?")])
+    assert isinstance(reply, Failure) and "expected 1 choices[].message.content" in reply
 
 
 @pytest.mark.parametrize("models", [{}, [], {"data": []}, {"data": None}, {"data": [{}]}], ids=str)
@@ -283,14 +295,17 @@ def test_a_server_that_never_answers_is_given_up():
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody reads
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1"
         start = time.monotonic()
-        with pytest.raises(InputError, match="Timeout"):
+        with pytest.raises(InputError, match="no whole answer in 0.2 s|Timeout"):
             ChatServer(url, timeout=0.2, attempts=2)
         assert time.monotonic() - start < 20  # not forever
 
 
-def test_an_address_that_is_none(naps):
-    with pytest.raises(InputError):
-        ChatServer("http://")
+@pytest.mark.parametrize("url", ["http://", "http://me:sk-SENTINEL@host/v1", "http://host/v1?key=sk-SENTINEL"])
+def test_an_address_that_is_none_or_holds_a_key(url):
+    """It would be written to settings.json."""
+    with pytest.raises(InputError, match="http://localhost:8000/v1.*OPENAI_API_KEY") as caught:
+        ChatServer(url)
+    assert "SENTINEL" not in str(caught.value)
 
 
 def test_the_key_is_sent_and_never_printed(monkeypatch, capsys, naps):
@@ -302,11 +317,76 @@ def test_the_key_is_sent_and_never_printed(monkeypatch, capsys, naps):
     with server(answer) as (url, requests):
         human = ServerSimulator(ChatServer(url))
         assert human.reply([TASK], [dialogue("what?")]) == ["yes"]
-        with pytest.raises(InputError) as caught:
-            human.reply([TASK], [dialogue("what?")])
+        (reply,) = human.reply([TASK], [dialogue("what?")])
     assert [request["key"] for request in requests] == ["Bearer sk-SENTINEL"] * 2
     printed = capsys.readouterr()
-    assert "SENTINEL" not in str(caught.value) + printed.out + printed.err
+    assert isinstance(reply, Failure) and "SENTINEL" not in reply + printed.out + printed.err
+
+
+def sends(*parts, pause=0.0):
+    """Bytes, one part after the other; the connection ends behind the last."""
+
+    def send(handler):
+        for part in parts:
+            threading.Event().wait(pause)
+            handler.wfile.write(part)
+
+    return send
+
+
+def framed(data: bytes, *headers: bytes):
+    return sends(b"\r\n".join([b"HTTP/1.1 200 OK", *headers, b"", data]))
+
+
+YES = json.dumps(choice("yes")).encode()
+REASONED = {"choices": [{"message": {"content": "yes", "reasoning_content": "hm"}, "finish_reason": "stop"}]}
+FAULTS = {  # name: what is sent, and the reply or a word of the Failure
+    "reasoned": (REASONED, "yes"),
+    "chunked": (framed(b"5\r\n%b\r\n%x\r\n%b\r\n0\r\n\r\n" % (YES[:5], len(YES) - 5, YES[5:]), b"Transfer-Encoding: chunked"), "yes"),
+    "packed": (framed(gzip.compress(YES), b"Content-Encoding: gzip"), "yes"),
+    "context length": ((400, '{"error": {"code": "context_length_exceeded"}}'), "context_length_exceeded"),
+    "busy": ((429, "", {"Retry-After": "2"}), "429"),
+    "busy for centuries": ((429, "", {"Retry-After": "9" * 400}), "429"),
+    "busy till a day": ((503, "", {"Retry-After": "Wed, 21 Oct 2099 07:28:00 GMT"}), "503"),
+    "closes": (sends(), "ConnectionError"),
+    "no HTTP": (sends(b"hello\r\n\r\n"), "ConnectionError"),
+    "half a JSON": ((200, YES.decode()[:30]), "JSONDecodeError"),
+    "half of what was promised": (framed(YES[:30], b"Content-Length: 999"), "JSONDecodeError|IncompleteRead|ProtocolError"),
+    "half packed": (framed(b"no gzip", b"Content-Encoding: gzip"), "DecodeError"),
+    "no end": (sends(b"HTTP/1.1 200 OK\r\n\r\n", *[b" " * (1 << 20)] * 40), "JSONDecodeError"),
+    "somewhere else": ((307, "", {"Location": "/v1/chat/completions"}), "status 307"),
+    "never": (sends(b"", pause=3), "no whole answer|Timeout"),
+    "a byte at a time": (sends(b"HTTP/1.1 200 OK\r\n\r\n", *[b"x"] * 60, pause=0.05), "no whole answer"),
+    "the head, a byte at a time": (sends(*[b"H"] * 60, pause=0.05), "no whole answer"),
+}
+
+
+@pytest.mark.parametrize("sent, said", FAULTS.values(), ids=FAULTS)
+def test_whatever_a_server_does_there_is_an_end(naps, sent, said):
+    with server(lambda body, _: sent) as (url, requests):
+        (reply,) = ServerSimulator(ChatServer(url, timeout=0.7)).reply([TASK], [dialogue("what?")])
+    assert re.search(said, reply) and isinstance(reply, Failure) == (reply != "yes")
+    assert len(requests) <= 4 and all(nap <= 0.7 for nap in naps)  # never longer than is left
+
+
+def test_a_server_says_when_to_ask_again(naps):
+    waits = iter(["7", "9999", "soon", ""])
+    with server(lambda body, _: (429, "", {"Retry-After": next(waits)})) as (url, _):
+        ServerSimulator(ChatServer(url)).reply([TASK], [dialogue("what?")])
+    assert naps == [7, simulator.LONGEST_WAIT, 2]
+
+
+def test_a_failed_conversation_ends_no_other_and_many_in_a_row_end_all(naps):
+    def answer(body, _):
+        return (400, "too long") if "odd" in body["messages"][0]["content"] else choice("yes")
+
+    with server(answer) as (url, requests):
+        human = ServerSimulator(ChatServer(url, parallel=2))
+        replies = human.reply([TASK] * 9, [dialogue("odd" if i % 2 else "even") for i in range(9)])
+        assert [isinstance(reply, Failure) for reply in replies] == [i % 2 == 1 for i in range(9)]
+        before = len(requests)
+        replies = human.reply([TASK] * 50, [dialogue("odd")] * 50)
+    assert len(requests) - before <= 8 and "given up" in replies[-1] and all(isinstance(reply, Failure) for reply in replies)
 
 
 def test_a_cut_completion_is_marked():

@@ -3,13 +3,16 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import math
 import random
 import re
 import resource
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import colbench
 import simulator
 import sweet_rl
+from test_simulator import FAULTS, choice, server
 from colbench import ANSWER_MARKER, InputError, Task, Trajectory, miniature_code, miniature_tasks
 from simulator import chat_prompt, text_ids
 from sweet_rl import (
@@ -1496,6 +1500,27 @@ def test_a_real_model_folder_goes_the_same_way(finished, tmp_path, human):
         ".lock", "trajectories.jsonl", "settings.json", "timings.json", "report.html"
     }  # fmt: skip
     assert [t.task for t in colbench.load_trajectories(tmp_path / "out" / "trajectories.jsonl")] == TASKS[:1] * 2
+
+
+def test_a_run_with_a_flaky_server_comes_to_its_end(rerun, monkeypatch):
+    """Every dialogue is complete or says why not; those are counted, have no reward, and the others have one."""
+    times = Counter()
+
+    def answer(body, _):
+        times[text := json.dumps(body)] += 1
+        rng = random.Random(f"{times[text]} {text}")
+        return rng.choice([sent for sent, _ in FAULTS.values()]) if rng.random() < 0.3 else choice("the rate is 3.")
+
+    monkeypatch.setattr(simulator.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(sweet_rl, "ChatServer", functools.partial(simulator.ChatServer, timeout=0.3))
+    with server(answer) as (url, _):
+        code, out, err = rerun("--simulator", url, "--num-tasks", 4, drop=sorted((MADE | EVALS) - {".lock", "base", "settings.json"}))
+    methods = json.loads((rerun.out / "results.json").read_text())["methods"]
+    found = {name: colbench.load_trajectories(rerun.out / name) for name in sorted(EVALS)}
+    failed = sum(t.failed is not None for trajectories in found.values() for t in trajectories)
+    assert code == 0 and 0 < failed == sum(f["failed"] + f["greedy"]["failed"] for f in methods.values()) and "failed" in out, err
+    for t in itertools.chain.from_iterable(found.values()):
+        assert (t.failed is None) == (t.reward is not None) and (t.failed is None or "does not answer" in t.failed)
 
 
 # ---------------------------------------------------------------------------------------------------------
