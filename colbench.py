@@ -296,8 +296,38 @@ Reply to the assistant's last message in at most two sentences of plain words. S
 code above; where it does not settle the question, say that you don't know. Never write or quote code, and do not
 mention that there is any. Write the reply only."""
 
+STYLESHEET = "tailwindcss@2.2.19/dist/tailwind.min.css"
+STYLESHEET_URL = f"https://cdn.jsdelivr.net/npm/{STYLESHEET}"
+PICTURE_URL = "https://picsum.photos/id/48/W/H"
 
-FRONTEND_AGENT_PROMPT = FRONTEND_SINGLE_TURN_PROMPT = FRONTEND_HUMAN_PROMPT = "TODO merge"
+PAGE_RULES = f"""The page is one <html>...</html> without scripts and without files of its own. It is styled with the
+classes of tailwind 2.2.19, which it links by
+<link href="{STYLESHEET_URL}" rel="stylesheet">
+Its pictures are all {PICTURE_URL}, with a width and a height in place of W and H."""
+
+FRONTEND_AGENT_PROMPT = f"""You design a web page for someone who has described it only roughly. They have a certain
+look in mind; they see your page as a picture and tell you what should be different, but will not write code.
+Each of your messages has a short thought about what to change, then "{OUTPUT_MARKER}" and the whole page as it is
+now, which is all that they get to see. You have at most ten messages; when they have nothing left to say, write
+"{ANSWER_MARKER}" before the page to hand it over, and the conversation ends.
+{PAGE_RULES}"""
+
+FRONTEND_SINGLE_TURN_PROMPT = f"""You design a web page from a rough description, in one message and without asking
+anything: a short thought, then "{ANSWER_MARKER}" and the whole page.
+{PAGE_RULES}"""
+
+FRONTEND_HUMAN_PROMPT = """You play a person who asked a designer for a web page. You asked:
+{problem_description}
+
+You see two pictures. The first is the page as you want it; the designer has never seen it. The second is what the
+designer shows you now; where it is black, there was no page to show.
+
+The conversation so far:
+{dialogue_history}
+
+Tell the designer in a few plain sentences how the second page differs from the first: only what stands out most,
+such as layout, colours, pictures and text, each with what it should be instead. Never write or quote code, and do
+not mention the pictures. If the pages look alike, say so. Write the reply only."""
 
 
 def fill(template: str, **values: str) -> str:
@@ -975,9 +1005,6 @@ def canonical_object(value) -> bytes:
 # headless Chromium draws both.  What a page asks for is answered here: the stylesheet that ColBench's pages
 # link from a file, its one picture, picsum.photos/id/48, as a drawing of the size asked for.  All else is
 # refused, and there is no way to the network or to a file but this one.
-STYLESHEET = "tailwindcss@2.2.19/dist/tailwind.min.css"
-STYLESHEET_URL = f"https://cdn.jsdelivr.net/npm/{STYLESHEET}"
-PICTURE_URL = "https://picsum.photos/id/48/{}/{}"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")  # the system's
 BROWSER_FLAGS = ["--force-webrtc-ip-handling-policy=disable_non_proxied_udp", "--js-flags=--max-old-space-size=512"]
 NO_NETWORK = {"server": "http://127.0.0.1:9", "bypass": "<-loopback>"}  # a proxy that nobody plays, for everything
@@ -1004,13 +1031,18 @@ def page_in(text: str) -> str | None:
     return None
 
 
+def picture_address(width: str, height: str) -> str:
+    """PICTURE_URL in that size."""
+    return PICTURE_URL.replace("W/H", f"{width}/{height}")
+
+
 def with_our_picture(page: str) -> str:
     """The page with each picture whose address holds a size ("300x200", "300/200") at PICTURE_URL."""
 
     def ours(match: re.Match) -> str:
         size = re.search(r".*(?<!\d)(\d{1,5})(?:[x/]|&(?:amp;)?h=)(\d{1,5})", match[2])
         size = size or re.search(r"/(\d{1,5})()$", match[2])
-        return match[1] + PICTURE_URL.format(size[1], size[2] or size[1]) if size else match[0]
+        return match[1] + picture_address(size[1], size[2] or size[1]) if size else match[0]
 
     return ADDRESS.sub(ours, page)
 
@@ -1118,7 +1150,7 @@ class Browser:
     def answer(self, route) -> None:
         """The stylesheet, the picture, or a refusal."""
         url = route.request.url
-        size = re.match(PICTURE_URL.format(r"(\d{1,5})", r"(\d{1,5})"), url)
+        size = re.match(picture_address(r"(\d{1,5})", r"(\d{1,5})"), url)
         if STYLESHEET in url and self.stylesheet:
             route.fulfill(body=self.stylesheet, content_type="text/css")
         elif size:
@@ -1170,6 +1202,31 @@ def pixel_embedding(pictures: list):
     return np.stack([embedding(picture) for picture in pictures])
 
 
+@functools.lru_cache
+def clip_embedding(name: str = "openai/clip-vit-base-patch32", device="cpu") -> Callable:
+    """CLIP's image embedding as a function: pictures -> (n, d) float32.
+
+    The model's own preprocessing: short side to 224 pixels, then the central square.  Of a tall page that is a
+    part; ColBench's scores are made that way.
+    """
+    import torch
+    from transformers import CLIPImageProcessorPil, CLIPModel
+
+    try:
+        processor = CLIPImageProcessorPil.from_pretrained(name)  # the default one wants torchvision
+        model = CLIPModel.from_pretrained(name, use_safetensors=True).to(device).eval()
+    except Exception as error:  # not found, not a model, no network: transformers raises many kinds
+        reason = str(error).strip().split("\n")[0][:200]
+        raise InputError(f"CLIP model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
+
+    @torch.no_grad()
+    def embed(pictures: list):
+        pixels = processor([picture.convert("RGB") for picture in pictures], return_tensors="pt")["pixel_values"]
+        return model.get_image_features(pixels.to(device)).pooler_output.float().cpu().numpy()  # (n, 3, 224, 224) -> (n, d)
+
+    return embed
+
+
 def cosine_rewards(
     tasks: list[Task], pages: list[str | None], embed: Callable | None = None, stylesheet: str | None = None
 ) -> list[float]:
@@ -1193,6 +1250,14 @@ def cosine_rewards(
         return 1.0 if np.array_equal(a, b) else min(1.0, float(a @ b))
 
     return [cosine(vectors[places[r]], vectors[places[p]]) for r, p in zip(references, pages, strict=True)]
+
+
+def websight_tasks(rows: list[dict]) -> list[Task]:
+    """Tasks from rows of WebSight v0.2, as ColBench was made: the idea behind a page, and the page with one picture.
+
+        websight_tasks(datasets.load_dataset("HuggingFaceM4/WebSight", "v0.2", split="train").select(range(10_000)))
+    """
+    return [Task(row["llm_generated_idea"], with_our_picture(row["text"])) for row in rows]
 
 
 # ---------------------------------------------------------------------------------------------------------

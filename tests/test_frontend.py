@@ -9,13 +9,16 @@ import sys
 import threading
 import time
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from PIL import Image
 
 import colbench
-from colbench import InputError, Task, cosine_rewards, page_in, pixel_embedding, render
+from colbench import InputError, Task, clip_embedding, cosine_rewards, page_in, pixel_embedding, render, websight_tasks
 
 ROOT = Path(__file__).resolve().parent.parent
 GREEN = "<html><body style='background:#00ff00'>{}</body></html>"
@@ -136,7 +139,8 @@ def test_a_machine_without_network_is_told_how(monkeypatch, tmp_path):
 
 
 def test_no_page_reaches_the_network_or_a_file(browser, server, tmp_path):
-    (tmp_path / "secret.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'><rect fill='red' width='99' height='99'/></svg>")
+    svg = "<svg xmlns='http://www.w3.org/2000/svg'><rect fill='red' width='99' height='99'/></svg>"
+    (tmp_path / "secret.svg").write_text(svg)
     here, file = f"127.0.0.1:{server.server_port}", f"file://{tmp_path}/secret.svg"
     wild = [
         f"<img src='{file}'><iframe src='{file}'></iframe><object data='{file}'></object>",
@@ -161,11 +165,9 @@ def test_no_page_reaches_the_network_or_a_file(browser, server, tmp_path):
 
 def test_a_page_that_does_not_end_is_black_and_the_next_is_fine(browser, monkeypatch):
     monkeypatch.setattr(colbench, "PAGE_SECONDS", 3)
-    endless = ["while (1);", "setTimeout(() => { while (1); }, 0)", "while (1) alert()"]
-    pages = [GREEN.format(f"<script>{script}</script>") for script in endless]
-    pictures = render([pages[0], GREEN.format("1"), *pages[1:], GREEN.format("2")])
-    black, green = (0, 0, 0), (0, 255, 0)
-    assert [colour(p) for p in pictures] == [black, green, black, black, green]
+    endless = "while (1) alert()", "setTimeout(() => { while (1); }, 0)"
+    pages = [GREEN.format(text) for script in endless for text in (f"<script>{script}</script>", script)]
+    assert [colour(picture) for picture in render(pages)] == [(0, 0, 0), (0, 255, 0)] * 2
 
 
 def test_half_a_surrogate_pair_is_drawn(browser):
@@ -179,16 +181,15 @@ def test_a_picture_is_the_same_every_time(browser, monkeypatch):
     assert render([page])[0].tobytes() == first
 
 
-def test_each_page_is_drawn_once_and_not_kept_for_ever(browser, monkeypatch):
-    drawn = []
+def test_each_page_is_drawn_once_and_not_kept_for_ever(monkeypatch):
+    browser = MagicMock()
     monkeypatch.setattr(colbench, "screenshots", {})
     monkeypatch.setattr(colbench, "KNOWN_PAGES", 2)
-    monkeypatch.setattr(colbench.Browser, "screenshot", lambda self, html: drawn.append(html))
-    a, b, c = (GREEN.format(name) for name in "abc")
-    render([a, b, a])
-    render([b, c, c])
-    render([a])
-    assert drawn == [a, b, c, a]
+    monkeypatch.setattr(colbench, "Browser", lambda stylesheet: contextlib.nullcontext(browser))
+    browser.screenshot.return_value = None
+    for pages in ("<a>", "<b>", "<a>"), ("<b>", "<c>", "<c>"), ("<a>",), ("", None):
+        render(list(pages))
+    assert [call.args[0] for call in browser.screenshot.call_args_list] == ["<a>", "<b>", "<c>", "<a>"]
 
 
 def processes_below(pid):
@@ -254,3 +255,48 @@ def test_grey_and_transparent_pictures_are_accepted():
     pictures = [Image.new(mode, (40, 90)) for mode in ("L", "RGBA", "RGB", "P")]
     vectors = pixel_embedding(pictures)
     assert (vectors == vectors[0]).all()
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A folder with a tiny random CLIP, as the hub has the real one."""
+    folder = str(tmp_path_factory.mktemp("clip"))
+    torch.manual_seed(0)
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 32}
+    text = {**vision, "vocab_size": 99, "max_position_embeddings": 8}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    transformers.CLIPModel(config).save_pretrained(folder)
+    transformers.CLIPImageProcessorPil().save_pretrained(folder)
+    return folder
+
+
+def test_clip_sees_what_the_official_preprocessing_shows(clip):
+    embed = clip_embedding(clip)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (300, 600, 3), dtype=np.uint8))
+    wide = noise.resize((448, 224), Image.BICUBIC).crop((112, 0, 336, 224))  # (W, H), short side first
+    pixels = (np.asarray(wide) / 255 - [0.48145466, 0.4578275, 0.40821073]) / [0.26862954, 0.26130258, 0.27577711]
+    model = transformers.CLIPModel.from_pretrained(clip)
+    pixels = torch.tensor(pixels, dtype=torch.float32).permute(2, 0, 1)[None]
+    with torch.no_grad():
+        expected = model.get_image_features(pixels).pooler_output.numpy()
+    vectors = embed([noise, Image.new("L", (300, 900), 9), noise])
+    assert vectors.shape == (3, 16)
+    assert np.abs(vectors[[0]] - expected).max() < 1e-3 * np.abs(expected).max()
+    assert np.allclose(vectors[0], vectors[2], atol=1e-5) and not np.allclose(vectors[0], vectors[1], atol=1e-2)
+
+
+def test_a_page_is_its_references_equal_with_clip(browser, clip):
+    tasks = [Task("", plain_page()), Task("", plain_page("#22cc22"))]
+    same, other = cosine_rewards(tasks, [plain_page()] * 2, clip_embedding(clip))
+    assert same == 1.0 and other < 1.0
+
+
+def test_no_clip_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="CLIP model .*nowhere: cannot be loaded"):
+        clip_embedding(str(tmp_path / "nowhere"))
+
+
+def test_tasks_from_websight():
+    row = {"text": "<html><img src='https://source.unsplash.com/random/300x200/?cat'></html>", "llm_generated_idea": "Cats"}
+    (task,) = websight_tasks([row])
+    assert task == Task("Cats", "<html><img src='https://picsum.photos/id/48/300/200'></html>")
