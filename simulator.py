@@ -21,7 +21,10 @@ from urllib.parse import urlsplit
 
 import requests
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 from colbench import (
     CHOICES,
@@ -103,6 +106,27 @@ def plain_settings(model):
 
 # ---------------------------------------------------------------------------------------------------------
 # 2. ChatModel
+class RoomyLayer(DynamicLayer):
+    """A layer's cache with room behind its tokens: DynamicLayer copies all of it, history and all, for each new one."""
+
+    room = 64
+
+    def __init__(self, keys: Tensor, values: Tensor):  # (B, heads, tokens, D) each
+        super().__init__()
+        self.keys, self.values, self.length, self.is_initialized = keys, values, keys.shape[2], True
+
+    def update(self, keys: Tensor, values: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
+        """Add what is new; returns all there is."""
+        start, self.length = self.length, self.length + keys.shape[2]
+        if self.length > self.keys.shape[2]:
+            self.keys, self.values = (F.pad(old, (0, 0, 0, keys.shape[2] + self.room)) for old in (self.keys, self.values))
+        self.keys[:, :, start : self.length], self.values[:, :, start : self.length] = keys, values
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+
 class ChatModel:
     """An HF causal language model behind its chat template, for sampling.
 
@@ -150,6 +174,8 @@ class ChatModel:
                 logits_to_keep=1,
             ).cache
             cache.batch_repeat_interleave(n)
+            roomy = [RoomyLayer(old.keys, old.values) if type(old) is DynamicLayer else old for old in cache.layers]
+            cache.layers = roomy
         with plain_settings(self.model):
             sampled = self.model.generate(
                 ids.repeat_interleave(n, 0),  # (B * n, W)

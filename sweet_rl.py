@@ -561,10 +561,10 @@ def log_probs(model, packed: Packed) -> Tensor:
     real = packed.turn_ids >= 0  # (R, T)
     states = hidden.flatten(0, 1)[packed.source[real]]  # (tokens, H)
     targets = packed.targets[real]  # (tokens,)
+    scale = getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
 
     def chunk_log_probs(states: Tensor, targets: Tensor) -> Tensor:
-        logits = model.get_output_embeddings()(states).float()  # (chunk, V)
-        logits = logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)  # Cohere, Granite
+        logits = model.get_output_embeddings()(scale * states).float()  # (chunk, V), the largest thing here: not copied
         if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
             logits = cap * (logits / cap).tanh()
         return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)  # (chunk,)
@@ -582,9 +582,7 @@ def tree_arguments(config, packed: Packed) -> dict[str, Tensor]:
     """What a model has to be told of a tree; of plain rows, nothing."""
     if packed.mask is None:
         return {}
-    mask, window = packed.mask, getattr(config, "sliding_window", None)
-    if window and mask.shape[-1] > window:
-        raise InputError(f"this model looks back {window} tokens only, a row here has {mask.shape[-1]}: use --max-length")
+    mask = packed.mask
     if config._attn_implementation == "eager":  # which adds the mask to the scores
         mask = torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, torch.finfo(torch.float32).min)
     return {"attention_mask": mask, "position_ids": packed.position_ids}
@@ -612,7 +610,8 @@ class HeadCritic(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.head = model, torch.nn.Linear(model.config.hidden_size, 1, device=model.device)
+        self.model, self.config = model, model.config
+        self.head = torch.nn.Linear(model.config.hidden_size, 1, device=model.device)
         torch.nn.init.zeros_(self.head.weight), torch.nn.init.zeros_(self.head.bias)
         self.takes_trees = takes_trees(model)
 
@@ -841,7 +840,12 @@ class Trainer:
         """(log-probs, turn_ids) of all branches of the examples, (R, T) each; of a head critic, the turns' values."""
         if not hasattr(model, "takes_trees"):  # asked once
             model.takes_trees = takes_trees(model)
-        packed = pack([e.branches for e in examples], self.device, plain=not model.takes_trees)
+        groups = [e.branches for e in examples]
+        packed = pack(groups, self.device, plain=not model.takes_trees)
+        width, window = packed.input_ids.shape[1], getattr(model.config, "sliding_window", None) or math.inf
+        if model.takes_trees and width > window:
+            print(f"  a row of {width} tokens, and the model looks back {window}: from now on a history is computed for each")
+            model.takes_trees, packed = False, pack(groups, self.device, plain=True)
         with self.autocast():
             found = model.turn_values(packed) if isinstance(model, HeadCritic) else log_probs(model, packed)
         return found, packed.turn_ids

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from simulator import ChatModel, plain_settings
-from sweet_rl import Branch, Example, Trainer, dpo_objective, load_model, turn_advantages
+from sweet_rl import Branch, Example, Trainer, dpo_objective, load_model, takes_trees, turn_advantages
 
 HISTORY, LONG_HISTORY, ACTION, SAMPLES = 600, 2000, 50, 16
 CASES = {"train": 8, "score": SAMPLES, f"sample {HISTORY}": SAMPLES, f"sample {LONG_HISTORY}": SAMPLES}  # branches
@@ -101,7 +101,7 @@ def sample(model, tokenizer, packed: bool, count: int, history: int) -> list[str
 def measure(folder: str, case: str, packed: bool) -> dict:
     """One variant, in this process: seconds, peak memory in GB (of the process, model included), and its result."""
     model, tokenizer = load_model(folder, "cpu")
-    model(torch.zeros(1, 8, dtype=torch.long))  # the first call sets up what later ones find ready
+    model.takes_trees = takes_trees(model)  # asked once a run; the first call sets up what later ones find ready
     kind, _, history = case.partition(" ")
     start = time.perf_counter()
     if kind == "sample":

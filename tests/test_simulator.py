@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 from transformers import GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
 import simulator
 import sweet_rl
@@ -510,6 +511,20 @@ def test_greedy_samples_with_a_shared_prefill(chat, batch_size):
     alone = [[action.text] * 3 for action in chat(HISTORIES)]
     chat.batch_size = batch_size
     assert texts(chat.sample(HISTORIES, 3)) == alone
+
+
+def test_a_cache_with_room_holds_what_a_plain_one_does_and_is_seldom_copied(chat, monkeypatch):
+    monkeypatch.setattr(simulator.RoomyLayer, "room", 3)
+    batch = texts(chat.sample(HISTORIES, 3))
+    assert batch == [[action.text] * 3 for action in chat(HISTORIES)]
+    plain, new = DynamicLayer(), torch.randn(8, 2, 4, 1, 5)  # (steps, B, heads, tokens, D)
+    plain.update(new[0], -new[0])
+    roomy, places = simulator.RoomyLayer(plain.keys, plain.values), set()
+    for keys in new[1:]:
+        for found, wanted in zip(roomy.update(keys, -keys), plain.update(keys, -keys), strict=True):
+            assert torch.equal(found, wanted) and roomy.get_seq_length() == plain.get_seq_length()
+        places.add(roomy.keys.data_ptr())
+    assert len(places) == 2  # seven tokens, room for four at a time
 
 
 def test_shared_and_plain_samples_have_the_models_distribution(chat):

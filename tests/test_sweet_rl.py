@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import colbench
@@ -282,10 +283,52 @@ def test_a_model_that_takes_trees_is_packed_silently(capsys):
     assert sweet_rl.takes_trees(small_model()) and not capsys.readouterr().out
 
 
-def test_a_row_beyond_a_sliding_window_is_refused():
-    model = small_model(kind="mistral", sliding_window=4)
-    with pytest.raises(InputError, match="looks back 4 tokens"):
-        log_probs(model, pack([random_tree(random.Random(0))]))
+def test_a_row_beyond_a_sliding_window_falls_back_to_plain_rows_and_says_so(capsys):
+    model, branches = small_model(kind="mistral", sliding_window=9), random_tree(random.Random(0))
+    with torch.no_grad():
+        found = [trainer().log_probs(model, [Example(branches)])[0] for _ in range(2)][1]
+    assert capsys.readouterr().out.count("the model looks back 9:") == 1
+    for row, branch in zip(found, branches, strict=True):
+        wanted = slow_log_probs(model, branch)
+        assert row[: len(wanted)].tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+class Sizes(TorchDispatchMode):
+    """Bytes of every tensor that is made, views left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
+                self.made.append(x.untyped_storage().nbytes())
+        return out
+
+
+def test_a_long_history_and_a_large_vocabulary_in_little_memory():
+    """8,000 tokens and 128,256 words: nothing above 400 MB is made, where all logits would be 4 GB."""
+    sizes = dict(vocab_size=128_256, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1)
+    model = small_model(**sizes).train()
+    history = [i % 1000 for i in range(8000)]
+    example = Example([Branch([history], [[i] * 270]) for i in (1000, 1001)])
+    with Sizes() as sizes:
+        trainer().accumulate(model, [example], dpo_objective(0.1, 0.1))
+    assert max(sizes.made) < 400e6 and model.lm_head.weight.grad.any()
+
+
+def test_memory_and_work_grow_linearly_with_the_number_of_histories():
+    totals = []
+    for count in (2, 8):
+        histories = [[i, *range(2, 40)] for i in range(count)]
+        groups = [[Branch([history], [[40 + i, 49]]) for i in range(4)] for history in histories]
+        with Sizes() as sizes:
+            log_probs(small_model(), pack(groups)).sum().backward()
+        totals.append(sum(sizes.made))
+    assert totals[1] < 4.2 * totals[0]
 
 
 @pytest.mark.parametrize("seed", range(3))
