@@ -27,11 +27,13 @@ critic's loss sums per-turn means (not one mean over the dialogue), and scoring 
 import argparse
 import base64
 import contextlib
+import copy
 import dataclasses
 import errno
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -42,6 +44,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,6 +106,7 @@ class Settings:
     simulator: str = option(
         "models", "scripted", None, "the human: scripted, keyboard, an HF model, or a URL (default: the untouched --model)"
     )
+    lora: int = option("models", None, None, "train adapters of this rank over a frozen base instead of all weights (ours)")
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
     agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
     human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
@@ -141,6 +145,7 @@ class Settings:
     actor_lr: float = option("training", 2e-4, 2e-7, "learning rate of the actor")
     rft_lr: float = option("training", 1e-3, 2e-7, "learning rate of Rejection Fine-Tuning")
     mt_dpo_lr: float = option("training", 8e-4, 2e-7, "learning rate of Multi-Turn DPO")
+    lora_lr: float = option("training", 2e-3, 2e-6, "learning rate of --lora for the rates above that are not given (ours)")
     critic_epochs: int = option("training", 4, 4, "epochs of the critic", {"paper": 8})
     actor_epochs: int = option("training", 1, 1, "epochs of the actor")
     rft_epochs: int = option("training", 4, 4, "epochs of Rejection Fine-Tuning", {"paper": 8})
@@ -211,6 +216,11 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         s.train_tasks = s.tasks
     if not s.is_tiny and not s.tasks:
         raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
+    if s.lora and not importlib.util.find_spec("peft"):
+        raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
+    for name in ("critic_lr", "actor_lr", "rft_lr", "mt_dpo_lr") if s.lora else ():
+        if getattr(given, name) is None:
+            setattr(s, name, s.lora_lr)
     s.simulator = s.simulator or s.model
     s.out = f"out/{s.task}-{Path(s.model).name}" if s.out is None else s.out
     if not s.out.strip():
@@ -252,6 +262,22 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32) -> tuple:
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
+
+
+def adapted(base, adapter: int | Path):
+    """`base` with LoRA adapters, new ones of a rank or those of a folder, in float32 and with alpha = rank.
+
+    Its modules are copied, its weights are not: one frozen base in memory is agent, critic and, bare, the reference.
+    """
+    import peft
+
+    shared = copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
+    with warnings.catch_warnings():  # peft asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)
+        if isinstance(adapter, Path):
+            return peft.PeftModel.from_pretrained(shared, adapter)
+        config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(shared, config)
 
 
 # --- the tiny model: Llama's architecture and a real HF tokenizer, built here so that nothing is downloaded
@@ -945,7 +971,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
         "critic",
         (
             *("critic", "no_hint", "no_normalize", "critic_beta", "critic_nll", "critic_lr", "critic_epochs"),
-            *("batch_size", "max_length"),
+            *("batch_size", "max_length", "lora"),
         ),
         ("base", "trajectory_pairs.jsonl"),
     ),
@@ -957,13 +983,13 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
     "turn_pairs.jsonl": ("turn-pairs", ("pairs_per_turn",), ("candidates.jsonl",)),
     "actor": (
         "actor",
-        ("actor_beta", "actor_nll", "actor_lr", "actor_epochs", "batch_size", "max_length"),
+        ("actor_beta", "actor_nll", "actor_lr", "actor_epochs", "batch_size", "max_length", "lora"),
         ("base", "turn_pairs.jsonl"),
     ),
-    "rft": ("actor", ("rft_lr", "rft_epochs", "rft_batch_size", "max_length"), ("base", "trajectories.jsonl")),
+    "rft": ("actor", ("rft_lr", "rft_epochs", "rft_batch_size", "max_length", "lora"), ("base", "trajectories.jsonl")),
     "mt-dpo": (
         "actor",
-        ("mt_dpo_beta", "mt_dpo_nll", "mt_dpo_lr", "mt_dpo_epochs", "batch_size", "max_length"),
+        ("mt_dpo_beta", "mt_dpo_nll", "mt_dpo_lr", "mt_dpo_epochs", "batch_size", "max_length", "lora"),
         ("base", "trajectory_pairs.jsonl"),
     ),
 }
@@ -1154,18 +1180,34 @@ class Sweet:
     def model(self, product: str, train: bool = False):
         """(model, tokenizer, encoder) of a product; "base" is the untouched --model or the warmed-up tiny one.
 
-        To be trained it is in float32, and all but the tiny one compute their activations again when their gradient
-        is due; else it is frozen, in the compute precision.
+        To be trained it is in float32, or with --lora under new adapters, and all but the tiny one compute their
+        activations again when their gradient is due; else it is frozen, in the compute precision.
         """
-        real = product == "base" and not self.settings.is_tiny
-        name = self.settings.model if real else str(self.run.path(product))
-        model, tokenizer = load_model(name, self.device, torch.float32 if train else self.dtype)
-        if train and not self.settings.is_tiny and model.supports_gradient_checkpointing:
+        s, path = self.settings, self.run.path(product)
+        if s.lora and (product == "base" or (path / "adapter_config.json").exists()):
+            model, tokenizer = self.frozen_base
+            if train:
+                torch.manual_seed(seed_of(s.seed, "lora"))
+            if train or product != "base":
+                model = adapted(model, s.lora if train else path)
+        else:
+            model, tokenizer = self.load(product, torch.float32 if train else self.dtype)
+        if train and not s.is_tiny and model.supports_gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
         if (self.run.path(product) / HeadCritic.file).exists():
             model = HeadCritic.load(model, self.run.path(product))
         return model, tokenizer, encoder
+
+    @functools.cached_property
+    def frozen_base(self) -> tuple:
+        """(model, tokenizer) of the base, loaded once for all adapters."""
+        return self.load("base", self.dtype)
+
+    def load(self, product: str, dtype: torch.dtype) -> tuple:
+        """(model, tokenizer) from a product's own folder; the base of a named model is where its name says."""
+        real = product == "base" and not self.settings.is_tiny
+        return load_model(self.settings.model if real else str(self.run.path(product)), self.device, dtype)
 
     def hint(self, ground_truth: str) -> str | None:
         """c as the critic reads it: not at all with --no-hint."""

@@ -1413,6 +1413,58 @@ def test_a_run_with_best_of_n(rerun, finished):
     assert record["best_of"] == 3 and "critic_beta" in record
 
 
+TRAINED = ["critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft", "mt-dpo",
+           *(f"eval_{m}{g}.jsonl" for m in ("sweet", "rft", "mt-dpo") for g in ("", "_greedy"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["logprob", "regression"])
+def test_a_run_with_adapters(rerun, kind):
+    """All stages over a base that stays as it is; peft alone finds it and merges it with each folder's adapters."""
+    peft = pytest.importorskip("peft")
+    code, _, err = rerun("--lora", 4, "--lora-lr", "1e-2", "--critic", kind, drop=TRAINED)
+    assert code == 0, err
+    base = {name: digest for name, digest in rerun.before.items() if name.startswith("base/")}
+    assert base.items() <= rerun.after.items()
+    for name in MODELS[1:]:
+        assert {path.name for path in (rerun.out / name).glob("*.safetensors")} - {"head.safetensors"} == {"adapter_model.safetensors"}
+        merged = peft.AutoPeftModelForCausalLM.from_pretrained(rerun.out / name).merge_and_unload()
+        assert type(merged).__name__ == "LlamaForCausalLM"
+    records = json.loads((rerun.out / "settings.json").read_text())
+    assert all(records[name]["lora"] == 4 for name in MODELS[1:]) and records["critic"]["critic_lr"] == 1e-2
+    code, _, err = rerun()
+    assert code == 2 and "lora was 4, is None" in err
+
+
+@pytest.mark.parametrize("precision, near", [("float32", 1e-4), ("bfloat16", 0.1)])
+def test_adapters_share_one_frozen_base(like_a_real_one, tokenizer, encoder, precision, near):
+    """Bit-unchanged by training, the reference with adapters off; the critic scores like its merged copy."""
+    peft = pytest.importorskip("peft")
+    sweet, batch = like_a_real_one("--lora", 4, "--precision", precision), dialogue_pairs(encoder)
+    sweet.trainer.dtype = torch.float32  # exact comparisons
+    base = sweet.model("base")[0]
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    critic = sweet.model("base", train=True)[0]
+    with torch.no_grad():
+        assert torch.equal(*(sweet.trainer.log_probs(model, batch)[0] for model in (base, critic)))  # B starts at 0
+    sweet.trainer.add_reference(critic, batch, "critic")
+    sweet.trainer.train(critic, batch, critic_objective(5.0, 0.01), "critic", 1e-1, 10, 1)
+    shared = {weight.data_ptr() for weight in base.parameters()}
+    frozen = [weight for weight in critic.parameters() if weight.data_ptr() in shared]
+    assert len(frozen) == len(shared) and {weight.dtype for weight in frozen} == {sweet.dtype}
+    assert {weight.dtype for weight in critic.parameters() if weight.requires_grad} == {torch.float32}
+    assert all(torch.equal(weight, before[name]) for name, weight in base.state_dict().items())
+
+    sweet_rl.save_model(critic, tokenizer, sweet.run.path("critic"))
+    loaded, merged = sweet.model("critic")[0], peft.PeftModel.from_pretrained(copy.deepcopy(base), sweet.run.path("critic"))
+    assert {w.dtype for name, w in loaded.named_parameters() if "lora" in name} == {torch.float32}
+    rows, merged = candidate_rows(2), merged.float().merge_and_unload()
+    trained, saved = (sweet.score(model, base, encoder, rows) for model in (critic, loaded))
+    assert trained == saved and trained[0][0] != 0
+    torch.testing.assert_close(sweet.score(merged, base.float(), encoder, rows), trained, atol=near, rtol=near)
+    with loaded.disable_adapter(), torch.no_grad():
+        assert torch.equal(*(sweet.trainer.log_probs(model, batch)[0] for model in (base, loaded)))
+
+
 def test_the_same_seed_makes_the_same_files(rerun, finished):
     files = ["trajectory_pairs.jsonl", "critic", "candidates.jsonl", "turn_pairs.jsonl", "actor"]
     files += ["eval_sweet.jsonl", "eval_sweet_greedy.jsonl"]
@@ -1692,6 +1744,7 @@ BAD_FLAGS = {
     "no number": ["--critic-lr", "nan"],
     "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
+    "rank": ["--lora", "0"],
     "a head has no 1/L": ["--critic", "value", "--no-normalize"],
     "prompt": ["--agent-prompt", "nowhere.txt"],
     "human's prompt": ["--human-prompt", "nowhere.txt"],
