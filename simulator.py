@@ -3,14 +3,18 @@
 Reading order
     1. From messages to tokens    one chat template, one path from text to ids, for prompts and for scoring
     2. ChatModel                  sampling from an HF model; n samples of one history share its prefill
+       SeeingChatModel            a vision-language model, which reads pictures in a message too
     3. ChatServer                 the same from an OpenAI-compatible URL
     4. Humans                     scripted, local model, server, keyboard: one call, `reply(tasks, dialogues)`
 
 The chat model and the server also play the agent, which is why they live on this side of sweet_rl.py.
 """
 
+import base64
 import contextlib
 import functools
+import io
+import itertools
 import json
 import os
 import re
@@ -45,6 +49,8 @@ from colbench import (
     fill,
     miniature_choices,
     miniature_details,
+    page_in,
+    render,
     visible,
 )
 
@@ -205,6 +211,51 @@ class ChatModel:
         return Action(text, prompt, truncated=length == len(tokens))
 
 
+class SeeingChatModel(ChatModel):
+    """Qwen2-VL and its like: the content of a message may be a list of {"type": "image", "image": PIL.Image} and
+    {"type": "text", "text": str}.
+
+    The processor that comes with such a model also wants torchvision, for videos.  Its image processor alone does
+    not; what remains is to repeat the token that stands for a picture as often as the model has vectors for it.
+    """
+
+    def __init__(self, model, tokenizer, **settings):
+        from transformers import AutoImageProcessor
+
+        super().__init__(model, tokenizer, **settings)
+        size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 1280 * 28 * 28}  # pixels: at most 1,280 tokens a picture
+        self.image_processor = AutoImageProcessor.from_pretrained(model.name_or_path, size=size)
+        self.image_id = model.config.image_token_id
+
+    def __call__(self, histories: list[list[Message]]) -> list[Action]:
+        steps = range(0, len(histories), self.batch_size)
+        return [action for start in steps for action in self.look(histories[start : start + self.batch_size])]
+
+    @torch.no_grad()
+    def look(self, histories: list[list[Message]]) -> list[Action]:
+        """An action for each history, all in one batch."""
+        parts = [[part for m in history for part in m["content"] if part["type"] == "image"] for history in histories]
+        seen = self.image_processor([part["image"] for row in parts for part in row], return_tensors="pt")
+        tokens = iter((seen["image_grid_thw"].prod(1) // self.image_processor.merge_size**2).tolist())
+        prompts = [chat_prompt(self.tokenizer, history) for history in histories]
+        rows = [self.picture_ids(p, list(itertools.islice(tokens, len(row)))) for p, row in zip(prompts, parts)]
+        width, pad = max(map(len, rows)), self.ends[0]
+        ids = torch.tensor([[pad] * (width - len(row)) + row for row in rows])  # (B, W)
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])  # (B, W)
+        inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == self.image_id).int(), **seen}
+        inputs = {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+        with plain_settings(self.model):
+            sampled = self.model.generate(**inputs, generation_config=self.generation_config(pad))
+        return [self.action(prompt, row) for prompt, row in zip(prompts, sampled[:, width:].tolist())]
+
+    def picture_ids(self, prompt: str, tokens: list[int]) -> list[int]:
+        """Ids of a prompt whose i-th picture takes `tokens[i]` tokens; where more are named, in a text, is none."""
+        sign = self.tokenizer.convert_ids_to_tokens(self.image_id)
+        before, *behind = prompt.split(sign)
+        behind = [sign * n + text for n, text in itertools.zip_longest(tokens, behind, fillvalue=0)]
+        return text_ids(self.tokenizer, before + "".join(behind))
+
+
 # ---------------------------------------------------------------------------------------------------------
 # 3. ChatServer
 ANSWER_LIMIT = 1 << 24  # bytes that are read of a server's answer
@@ -352,38 +403,56 @@ class ScriptedDesigner:
         return PAGE_FACT.format(different[0], wanted[different[0]]) if different else SATISFIED
 
 
+def page_pictures(tasks: list[Task], dialogues: list[list[Message]], stylesheet: str | None = None) -> list[tuple]:
+    """What the human of frontend design sees: the page wanted and the page in the agent's last message, black if none."""
+    wanted = [task.ground_truth for task in tasks]
+    pictures = render(wanted + [page_in(dialogue[-1]["content"]) for dialogue in dialogues], stylesheet)
+    return list(zip(pictures[: len(tasks)], pictures[len(tasks) :]))
+
+
+def without_pages(messages: list[Message]) -> list[Message]:
+    """A dialogue as somebody remembers it who sees pages and not their code."""
+    page = re.compile(r"<(html|body)\b.*?(</\1\s*>|$)", re.IGNORECASE | re.DOTALL)
+    return [m | {"content": page.sub("(a page)", m["content"])} for m in messages]
+
+
 class PromptedSimulator:
     """A human played by a language model: it reads the reference and the dialogue in one prompt.
 
+    With `pictures`, as `page_pictures`, it sees two pictures for each dialogue instead of reading the reference.
     `complete` takes a batch of such prompts, each a list of one message, and returns the replies.
     """
 
-    def __init__(self, template: str = HUMAN_PROMPT):
-        self.template = template
+    def __init__(self, template: str = HUMAN_PROMPT, pictures=None):
+        self.template, self.pictures = template, pictures
 
     def complete(self, conversations: list[list[Message]]) -> list[str]:
         raise NotImplementedError
 
     def reply(self, tasks: list[Task], dialogues: list[list[Message]]) -> list[str]:
-        prompts = [
+        contents = [
             fill(
                 self.template,
                 problem_description=task.problem_description,
                 hidden_information=task.ground_truth,
-                dialogue_history=dialogue_text(dialogue),
+                dialogue_history=dialogue_text(without_pages(dialogue) if self.pictures else dialogue),
             )
             for task, dialogue in zip(tasks, dialogues, strict=True)
         ]
-        texts = self.complete([[{"role": "user", "content": prompt}] for prompt in prompts])
+        if self.pictures:
+            shown = [[{"type": "image", "image": p} for p in pair] for pair in self.pictures(tasks, dialogues)]
+            contents = [[*pair, {"type": "text", "text": text}] for pair, text in zip(shown, contents)]
+        texts = self.complete([[{"role": "user", "content": content}] for content in contents])
         return [text if isinstance(text, Failure) else without_reasoning(text) or "I don't know." for text in texts]
 
 
 class LLMSimulator(PromptedSimulator):
-    """A local HF model, greedy; it may be the very model that plays the agent."""
+    """A local HF model, greedy; it may be the very model that plays the agent.  To see, a vision-language model."""
 
-    def __init__(self, model, tokenizer, template: str = HUMAN_PROMPT, batch_size: int = 8):
-        super().__init__(template)
-        self.chat = ChatModel(model, tokenizer, temperature=0.0, max_new_tokens=256, batch_size=batch_size)
+    def __init__(self, model, tokenizer, template: str = HUMAN_PROMPT, batch_size: int = 8, pictures=None):
+        super().__init__(template, pictures)
+        kind = SeeingChatModel if pictures else ChatModel
+        self.chat = kind(model, tokenizer, temperature=0.0, max_new_tokens=256, batch_size=batch_size)
 
     def complete(self, conversations):
         return [action.text for action in self.chat(conversations)]
@@ -392,12 +461,22 @@ class LLMSimulator(PromptedSimulator):
 class ServerSimulator(PromptedSimulator):
     """A model behind an OpenAI-compatible URL, greedy, many dialogues at once."""
 
-    def __init__(self, server: ChatServer, template: str = HUMAN_PROMPT):
-        super().__init__(template)
+    def __init__(self, server: ChatServer, template: str = HUMAN_PROMPT, pictures=None):
+        super().__init__(template, pictures)
         self.server = server
 
     def complete(self, conversations):
+        if self.pictures:
+            conversations = [[m | {"content": list(map(server_part, m["content"]))} for m in c] for c in conversations]
         return [texts[0].text for texts in self.server.chat_many(conversations, temperature=0.0, max_tokens=1024)]
+
+
+def server_part(part: dict) -> dict:
+    """A picture as OpenAI's messages have it, in the address itself; a text as it is."""
+    if part["type"] != "image":
+        return part
+    part["image"].save(file := io.BytesIO(), "PNG")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"}}
 
 
 class KeyboardSimulator:

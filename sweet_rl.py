@@ -76,6 +76,7 @@ from simulator import (
     ServerSimulator,
     chat_prompt,
     end_ids,
+    page_pictures,
     text_ids,
 )
 
@@ -247,15 +248,19 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, precision)
 
 
-def load_model(name: str, device, dtype: torch.dtype = torch.float32) -> tuple:
-    """(model, tokenizer) from a folder or the hub, weights in `dtype`, from safetensors only, ready to score."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool = False) -> tuple:
+    """(model, tokenizer) from a folder or the hub, weights in `dtype`, from safetensors only, ready to score.
+
+    One that `sees` is a vision-language model.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        model = kind.from_pretrained(name, dtype=dtype, use_safetensors=True)
     except Exception as error:  # not found, not a model, no network: transformers raises many kinds
         reason = str(error).strip().split("\n")[0][:200]
         raise InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
@@ -1230,13 +1235,14 @@ class Sweet:
             return self.miniature.human()
         if s.simulator == "keyboard":
             return KeyboardSimulator()
+        pictures = functools.partial(page_pictures, stylesheet=s.stylesheet) if s.task == "frontend" else None
         if self.server:
-            return ServerSimulator(self.server, self.human_prompt)
-        if s.simulator != s.model:
-            model, tokenizer = load_model(s.simulator, self.device, self.dtype)
+            return ServerSimulator(self.server, self.human_prompt, pictures)
+        if s.simulator != s.model or pictures:
+            model, tokenizer = load_model(s.simulator, self.device, self.dtype, sees=bool(pictures))
         elif agent_product != "base":
             model, tokenizer, _ = self.model("base")
-        return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch)
+        return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch, pictures)
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """A dialogue as training files hold it: the agent's system prompt in front."""

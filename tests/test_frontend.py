@@ -1,5 +1,6 @@
 """Frontend Design: pages, their pictures, and the humans that see them; against the real browser."""
 
+import base64
 import contextlib
 import http.server
 import io
@@ -13,12 +14,17 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from PIL import Image
 
 import colbench
-from colbench import InputError, Task, clip_embedding, cosine_rewards, page_in, pixel_embedding, render, websight_tasks
+import sweet_rl
+from colbench import FRONTEND_HUMAN_PROMPT, InputError, Task, page_in, render
+from colbench import clip_embedding, cosine_rewards, pixel_embedding, websight_tasks
+from simulator import ChatServer, LLMSimulator, SeeingChatModel, ServerSimulator, chat_prompt, page_pictures
+from test_simulator import server
 
 ROOT = Path(__file__).resolve().parent.parent
 GREEN = "<html><body style='background:#00ff00'>{}</body></html>"
@@ -33,7 +39,7 @@ def browser():
 
 
 @pytest.fixture
-def server():
+def neighbour():
     """A web server on this machine that pages try to reach; what it was asked for is in `asked`."""
     asked = []
 
@@ -138,10 +144,10 @@ def test_a_machine_without_network_is_told_how(monkeypatch, tmp_path):
         render([f'<html><link href="https://x.org/{colbench.STYLESHEET}" rel="stylesheet"></html>'])
 
 
-def test_no_page_reaches_the_network_or_a_file(browser, server, tmp_path):
+def test_no_page_reaches_the_network_or_a_file(browser, neighbour, tmp_path):
     svg = "<svg xmlns='http://www.w3.org/2000/svg'><rect fill='red' width='99' height='99'/></svg>"
     (tmp_path / "secret.svg").write_text(svg)
-    here, file = f"127.0.0.1:{server.server_port}", f"file://{tmp_path}/secret.svg"
+    here, file = f"127.0.0.1:{neighbour.server_port}", f"file://{tmp_path}/secret.svg"
     wild = [
         f"<img src='{file}'><iframe src='{file}'></iframe><object data='{file}'></object>",
         f"<script>location = '{file}'</script>",
@@ -157,7 +163,7 @@ def test_no_page_reaches_the_network_or_a_file(browser, server, tmp_path):
         "<script>alert(1); confirm(2); prompt(3); print()</script>",
     ]
     pictures = render([GREEN.format(page) for page in wild])
-    assert server.asked == []
+    assert neighbour.asked == []
     for picture in pictures:
         assert not (np.asarray(picture.convert("RGB")) == (255, 0, 0)).all(axis=-1).any()
     assert colour(pictures[-1]) == (0, 255, 0)
@@ -300,3 +306,108 @@ def test_tasks_from_websight():
     row = {"text": "<html><img src='https://source.unsplash.com/random/300x200/?cat'></html>", "llm_generated_idea": "Cats"}
     (task,) = websight_tasks([row])
     assert task == Task("Cats", "<html><img src='https://picsum.photos/id/48/300/200'></html>")
+
+
+# ------------------------------------------------------------------------------------------ the human who sees
+def said(*messages):
+    """A dialogue: the request, then messages of the agent and the human in turn."""
+    roles = ["user", "assistant"] * len(messages)
+    return [{"role": role, "content": text} for role, text in zip(roles, ["a page", *messages])]
+
+
+def two_pictures(tasks, dialogues):
+    sizes = [(60 + 90 * i, 90) for i in range(len(tasks))]
+    return [(Image.new("RGB", size, "red"), Image.new("RGB", size, "blue")) for size in sizes]
+
+
+def test_the_human_sees_the_reference_and_the_last_message(browser):
+    red, blue = GREEN.replace("00ff00", "ff0000"), GREEN.replace("00ff00", "0000ff")
+    dialogues = [said(f"here: {blue}", "no", f"{GREEN} and text"), said(GREEN, "no", "what would you like?")]
+    pictures = page_pictures([Task("", red), Task("", blue)], dialogues)
+    expected = [[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (0, 0, 0)]]
+    assert [[colour(picture) for picture in pair] for pair in pictures] == expected
+
+
+def test_a_server_is_sent_both_pictures_and_no_code():
+    with server(lambda body, number: {"choices": [{"message": {"content": "x" * 2000}}]}) as (url, requests):
+        human = ServerSimulator(ChatServer(url), FRONTEND_HUMAN_PROMPT, two_pictures)
+        dialogue = said("<html>secret</html>", "wider", "```html\n<HTML>secret</html>\n``` <body>secret")
+        assert human.reply([Task("my shop", "<html>secret</html>")], [dialogue]) == ["x" * 2000]
+    *pictures, text = requests[0]["body"]["messages"][0]["content"]
+    decoded = [base64.b64decode(p["image_url"]["url"].removeprefix("data:image/png;base64,")) for p in pictures]
+    assert [p["type"] for p in pictures] == ["image_url"] * 2
+    assert [colour(Image.open(io.BytesIO(data))) for data in decoded] == [(255, 0, 0), (0, 0, 255)]
+    assert "secret" not in text["text"] and "my shop" in text["text"] and "You: wider" in text["text"]
+
+
+SIGNS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+SEEING_TEMPLATE = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{% endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """(model, tokenizer) of a tiny random Qwen2-VL that was saved to a folder and loaded as the real one is."""
+    folder = str(tmp_path_factory.mktemp("qwen2-vl"))
+    bytes_only = {letter: i for i, letter in enumerate(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))}
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(bytes_only, merges=[]))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=SIGNS
+    )
+    tokenizer.chat_template = SEEING_TEMPLATE
+    names = {"image": "<|image_pad|>", "video": "<|video_pad|>", "vision_start": SIGNS[3], "vision_end": SIGNS[4]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}}
+    text = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": len(tokenizer), **heads}
+    config = transformers.Qwen2VLConfig(
+        text_config=text,
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 14},
+        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(sign) for name, sign in names.items()},
+    )
+    torch.manual_seed(0)
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    for weight in model.parameters():
+        weight.data.mul_(4 if weight.dim() > 1 else 1)  # so that what is seen decides what is said
+    for part in model, tokenizer, transformers.Qwen2VLImageProcessorPil():
+        part.save_pretrained(folder)
+    return sweet_rl.load_model(folder, "cpu", sees=True)
+
+
+def conversation(text, *colours, size=(90, 60)):
+    pictures = [{"type": "image", "image": Image.new("RGB", size, colour)} for colour in colours]
+    return [{"role": "user", "content": [*pictures, {"type": "text", "text": text}]}]
+
+
+def test_a_local_model_says_in_a_batch_what_it_says_alone(qwen):
+    chat = SeeingChatModel(*qwen, temperature=0.0, max_new_tokens=12, batch_size=2)
+    talks = [
+        conversation("what?", "red", "blue"),
+        conversation("what is it that you see?", "red", "red", size=(200, 120)),
+        conversation("a text that names <|image_pad|> and <|image_pad|>", "green", "white"),
+    ]
+    together = [action.text for action in chat(talks)]
+    assert together == [chat([talk])[0].text for talk in talks]
+    assert len(set(together)) == 3 and all(together)
+
+
+def test_a_local_model_reads_the_pictures_as_the_model_expects(qwen):
+    model, tokenizer = qwen
+    chat = SeeingChatModel(model, tokenizer, temperature=0.0, max_new_tokens=4)
+    talk = conversation("what?", "red", "blue", size=(28 * 6, 28 * 4))
+    ids = chat.picture_ids(chat_prompt(tokenizer, talk), [24, 24])
+    assert ids.count(model.config.image_token_id) == 48
+    told = {colours: chat([conversation("what?", *colours)])[0].text for colours in (("red", "blue"), ("blue", "red"))}
+    assert told["red", "blue"] != told["blue", "red"]
+    big = chat.image_processor([Image.new("RGB", (1280, 8000))], return_tensors="pt")
+    assert big["image_grid_thw"].prod() // 4 <= 1280
+
+
+def test_a_local_human_who_sees(qwen):
+    human = LLMSimulator(*qwen, FRONTEND_HUMAN_PROMPT, 2, two_pictures)
+    replies = human.reply([Task("a page", "<html>secret</html>")] * 3, [said("<html>1</html>")] * 3)
+    assert len(replies) == 3 and all(isinstance(reply, str) and reply for reply in replies)
