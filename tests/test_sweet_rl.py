@@ -1027,7 +1027,7 @@ def test_a_line_of_metrics_is_first_and_last_tenth():
 
 
 def test_the_human_is_the_untouched_model_never_the_actor(tmp_path, monkeypatch, model, tokenizer):
-    monkeypatch.setattr(sweet_rl, "load_model", lambda name, device, dtype: ("untouched", name))
+    monkeypatch.setattr(sweet_rl, "load_model", lambda *given, sees=False: ("one that sees" if sees else "untouched", given[0]))
     monkeypatch.setattr(sweet_rl, "LLMSimulator", lambda *given: given[:2])
     sweet = Sweet(settings("--model", "some/model", "--out", tmp_path))
     monkeypatch.setattr(sweet, "model", lambda product: ("untouched", "some/model", "encoder") if product == "base" else None)
@@ -1035,6 +1035,8 @@ def test_the_human_is_the_untouched_model_never_the_actor(tmp_path, monkeypatch,
     assert sweet.human("base", "at hand", "tokenizer") == ("at hand", "tokenizer")
     sweet.settings.simulator = "other/model"
     assert sweet.human("base", "at hand", "tokenizer") == ("untouched", "other/model")
+    sweet.settings.task, sweet.settings.simulator = "frontend", "some/model"
+    assert sweet.human("base", "at hand", "tokenizer") == ("one that sees", "some/model")
     for name, kind in (("scripted", simulator.ScriptedSimulator), ("keyboard", simulator.KeyboardSimulator)):
         sweet.settings.simulator = name
         assert isinstance(sweet.human("base", None, None), kind)
