@@ -225,6 +225,8 @@ class SeeingChatModel(ChatModel):
         super().__init__(model, tokenizer, **settings)
         size = {"shortest_edge": 4 * 28 * 28, "longest_edge": 1280 * 28 * 28}  # pixels: at most 1,280 tokens a picture
         self.image_processor = AutoImageProcessor.from_pretrained(model.name_or_path, size=size)
+        if not hasattr(self.image_processor, "merge_size"):
+            raise InputError(f"model {model.name_or_path}: expected Qwen2-VL or its kin; others can see behind a server")
         self.image_id = model.config.image_token_id
 
     def __call__(self, histories: list[list[Message]]) -> list[Action]:

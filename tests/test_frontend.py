@@ -411,3 +411,9 @@ def test_a_local_human_who_sees(qwen):
     human = LLMSimulator(*qwen, FRONTEND_HUMAN_PROMPT, 2, two_pictures)
     replies = human.reply([Task("a page", "<html>secret</html>")] * 3, [said("<html>1</html>")] * 3)
     assert len(replies) == 3 and all(isinstance(reply, str) and reply for reply in replies)
+
+
+def test_another_kind_of_seeing_model_is_one_line(qwen, clip, monkeypatch):
+    monkeypatch.setattr(qwen[0], "name_or_path", clip)
+    with pytest.raises(InputError, match="expected Qwen2-VL"):
+        LLMSimulator(*qwen, FRONTEND_HUMAN_PROMPT, 2, two_pictures)
