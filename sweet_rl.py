@@ -28,6 +28,7 @@ import argparse
 import base64
 import contextlib
 import copy
+import ctypes
 import dataclasses
 import errno
 import fcntl
@@ -107,7 +108,9 @@ class Settings:
     simulator: str = option(
         "models", "scripted", None, "the human: scripted, keyboard, an HF model, or a URL (default: the untouched --model)"
     )
-    lora: int = option("models", None, None, "train adapters of this rank over a frozen base instead of all weights (ours)")
+    lora: int = option(
+        "models", None, None, "train adapters of this rank over a frozen base (ours; chosen where training all weights does not fit)"
+    )
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
     agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
     human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
@@ -156,6 +159,7 @@ class Settings:
     max_length: int = option("training", 512, 8192, "longest dialogue in tokens; longer ones are left out, and counted")
     seed: int = option("training", 0, 0, "seed of everything random")
     # machine
+    plan: bool = option("machine", False, False, "print the memory that each stage needs and what there is, and stop")
     out: str = option("machine", None, None, "folder of all files (default: out/<task>-<model>)")
     against: str = option("machine", None, None, "frontend: eval_*.jsonl file that win rates are against (default: zero-shot's)")
     stages: str = option("machine", ",".join(STAGES), ",".join(STAGES), "stages to run, by commas")
@@ -217,6 +221,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         s.train_tasks = s.tasks
     if not s.is_tiny and not s.tasks:
         raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
+    if s.plan and s.is_tiny:
+        raise InputError("--plan: expected with --model; the tiny model fits anywhere")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
     for name in ("critic_lr", "actor_lr", "rft_lr", "mt_dpo_lr") if s.lora else ():
@@ -267,6 +273,20 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
+
+
+@functools.cache
+def empty_model(name: str):
+    """The model of a config.json without its weights, on the meta device: for arithmetic."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # as in load_model
+        reason = str(error).strip().split("\n")[0][:200]
+        raise InputError(f"model {name}: expected a config.json in a folder or on the hub: {reason}") from None
 
 
 def adapted(base, adapter: int | Path):
@@ -1169,9 +1189,9 @@ def save_model(model, tokenizer, path: Path) -> None:
 class Sweet:
     """The stages of a run, in the order of the paper; each reads its files and makes its own."""
 
-    def __init__(self, settings: Settings):
+    def __init__(self, settings: Settings, machine: tuple[torch.device, torch.dtype] | None = None):
         self.settings, self.run = settings, Run(settings)
-        self.device, self.dtype = pick_device(settings)
+        self.device, self.dtype = machine or pick_device(settings)
         self.trainer = Trainer(settings, self.device, self.dtype)
         self.benchmark, self.miniature = colbench.BENCHMARKS[settings.task], MINIATURES[settings.task]
         tiny = settings.is_tiny
@@ -1584,7 +1604,105 @@ def metrics_line(history: list[dict]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 9. The command line
+# 9. Will it fit?  From config.json alone, before anything else is downloaded or loaded
+PARTS = ("weights", "gradients, Adam", "activations", "KV cache")
+
+
+def memory_here(device: torch.device) -> int:
+    """Bytes of memory: what is free on the GPU, or all RAM."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def return_freed_memory() -> None:
+    """Without this, glibc keeps freed blocks below 32 MB, and activations on a CPU take up to twice their memory."""
+    with contextlib.suppress(AttributeError, TypeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD: blocks from 1 MB on go back
+
+
+def parameters(model) -> int:
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
+    """{stage: bytes of each of PARTS} at the most, with all dialogues as long as --max-length."""
+    model, stages = empty_model(s.model), s.stages.split(",")
+    config, head, low = model.config.get_text_config(), model.get_output_embeddings(), dtype.itemsize
+    size = parameters(model)
+    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
+    adapters = sum((s.lora or 0) * (layer.in_features + layer.out_features) for layer in linear)
+    frozen, more = low * size, 4 * adapters or low * size  # a second model: adapters, or a whole one
+    inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    wide = 6 * config.hidden_size + 3 * inner  # numbers of a token in a layer at work
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * heads * head_dim * low  # bytes of a token
+
+    def forward(rows: int, length: int) -> int:
+        return rows * length * wide * low + rows * length**2 * (1 + low)  # the mask, as bool and as numbers
+
+    need, n = {}, s.candidates
+    if {"critic", "actor"} & set(stages) and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
+        pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
+        kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora else 4)  # input of each layer
+        logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
+        state = 12 * adapters if s.lora else 12 * size
+        weights = frozen + more if s.lora else 4 * size
+        need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
+    if "candidates" in stages and "sweet" in s.methods.split(","):
+        rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
+        need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
+        need["their scores"] = [frozen + more, 0, forward(max(1, s.micro_batch // n), length), 0]
+    if "evaluate" in stages or "collect" in stages and not s.trajectories:
+        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else more
+        if human and s.simulator != s.model:
+            human = low * parameters(empty_model(s.simulator))
+        weights = frozen + human
+        need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
+    return need
+
+
+def print_needs(need: dict[str, list[int]]) -> None:
+    """The table of the plan."""
+    print(f"  {'GB at the most':15s}" + "".join(f"{part:>17s}" for part in (*PARTS, "in all")))
+    for stage, parts in need.items():
+        print(f"  {stage:15s}" + "".join(f"{part / 2**30:17.1f}" for part in (*parts, sum(parts))))
+
+
+def plan(s: Settings, argv: list[str], device: torch.device, dtype: torch.dtype) -> Settings:
+    """Print what each stage needs and what there is; returns settings that fit, or raises InputError.
+
+    Smaller batches in memory, and adapters instead of full training, are chosen here; shorter dialogues are not.
+    """
+    return_freed_memory()
+    sizes = ["", "--micro-batch 2 --generate-batch 16", "--micro-batch 2 --generate-batch 4"]
+    free = [f"{lora} {size}".strip() for lora in ("", "" if s.lora else "--lora 16") for size in sizes]
+    shorter = [f"{free[-1]} --max-length {length}" for length in (4096, 2048, 1024) if length < s.max_length]
+    have = 0.9 * memory_here(device)  # a tenth is left to everything else
+    print(f"plan: {s.model}, {parameters(empty_model(s.model)) / 1e9:.2f} B parameters; here: {have / 2**30:.1f} GB to use")
+    for flags in (*free, *shorter):
+        chosen = parse_settings([*argv, *flags.split()])
+        need = memory_needed(chosen, dtype)
+        most, stage = max(((sum(parts), stage) for stage, parts in need.items()), default=(0, ""))
+        if flags == free[0]:
+            print_needs(need)
+        if most <= have:
+            break
+    if flags and flags in free and most <= have:
+        print(f"  this is too much; with {flags}, chosen therefore, it is")
+        print_needs(need)
+    elif flags or most > have:
+        fitting = f"with {flags} it would fit" if most <= have else f"with {flags} it would still need {most / 2**30:.1f} GB"
+        raise InputError(
+            f"{s.model} does not fit here with dialogues of --max-length {s.max_length} tokens, {stage} least of all\n"
+            f"  {fitting}\n  --simulator URL leaves the human to a server, --stages those stages to another machine"
+        )
+    return chosen
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 10. The command line
 def builders(sweet: Sweet) -> dict[str, Callable[[Path], None]]:
     """What makes each product."""
     made = {
@@ -1790,7 +1908,12 @@ def main(argv: list[str] | None = None) -> int:
         start = time.time()
         why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
         print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
-        sweet = Sweet(settings)
+        machine = pick_device(settings)
+        if not settings.is_tiny:
+            settings = plan(settings, sys.argv[1:] if argv is None else argv, *machine)
+        if settings.plan:
+            return 0
+        sweet = Sweet(settings, machine)
         if settings.task == "backend":
             print(f"reward: {colbench.reward_protections()}")
         run_stages(sweet)

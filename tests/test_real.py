@@ -5,11 +5,13 @@ COLBENCH_ROWS names the folder with backend_120.jsonl, SMOLLM2 a model folder (t
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import bench_memory
 import colbench
 import sweet_rl
 
@@ -67,3 +69,10 @@ def test_collecting_with_the_model_on_official_rows(tmp_path, rows):
     played = colbench.load_trajectories(tmp_path / "out" / "trajectories.jsonl")
     assert len(played) == 3 and all(t.reward is not None and len(t.turns) <= 2 for t in played)
     assert all(t.turns[0].action["input"].startswith("<|im_start|>system") for t in played)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize("case", bench_memory.CASES)
+def test_the_plan_is_near_the_truth(case):
+    figures = bench_memory.compare(os.environ["SMOLLM2"], case)
+    assert figures["predicted"] == pytest.approx(figures["measured"], rel=0.25)

@@ -1421,16 +1421,19 @@ TRAINED = ["critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "rft", "mt
 
 @pytest.mark.parametrize("kind", ["logprob", "regression"])
 def test_a_run_with_adapters(rerun, kind):
-    """All stages over a base that stays as it is; peft alone finds it and merges it with each folder's adapters."""
-    peft = pytest.importorskip("peft")
+    """All stages over a base that stays as it is; the README's command merges the actor's adapters with it."""
+    pytest.importorskip("peft")
     code, _, err = rerun("--lora", 4, "--lora-lr", "1e-2", "--critic", kind, drop=TRAINED)
     assert code == 0, err
     base = {name: digest for name, digest in rerun.before.items() if name.startswith("base/")}
     assert base.items() <= rerun.after.items()
     for name in MODELS[1:]:
         assert {path.name for path in (rerun.out / name).glob("*.safetensors")} - {"head.safetensors"} == {"adapter_model.safetensors"}
-        merged = peft.AutoPeftModelForCausalLM.from_pretrained(rerun.out / name).merge_and_unload()
-        assert type(merged).__name__ == "LlamaForCausalLM"
+    merge = re.search(r'python -c "(import peft;.*)"', (Path(sweet_rl.__file__).parent / "README.md").read_text())[1]
+    exec(merge.replace("out/backend-tiny/actor", str(rerun.out / "actor")).replace("'merged'", f"'{rerun.out / 'merged'}'"))
+    merged, base_model = (AutoModelForCausalLM.from_pretrained(rerun.out / name).state_dict() for name in ("merged", "base"))
+    changed = {key for key in merged if not torch.equal(merged[key], base_model[key])}
+    assert merged.keys() == base_model.keys() and changed and all("_proj" in key for key in changed)
     records = json.loads((rerun.out / "settings.json").read_text())
     assert all(records[name]["lora"] == 4 for name in MODELS[1:]) and records["critic"]["critic_lr"] == 1e-2
     code, _, err = rerun()
@@ -1735,6 +1738,60 @@ def test_a_browser_runs_nothing_of_it(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Will it fit?  Llama-3.1-8B, from its config.json alone
+@pytest.fixture(scope="module")
+def config_only(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("Llama-3.1-8B-Instruct")
+    config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256,
+              "num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": False}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "gpu, flags, chosen, lora",
+    [
+        (256, [], "", None),
+        (80, [], "--lora 16 --micro-batch 2 --generate-batch 16", 16),
+        (80, ["--lora", "8"], "--micro-batch 2 --generate-batch 16", 8),
+        (24, ["--max-length", "2048"], "--lora 16 --micro-batch 2 --generate-batch 4", 16),
+        (24, [], "with --lora 16 --micro-batch 2 --generate-batch 4 --max-length 2048 it would fit", None),
+        (8, [], "with --lora 16 --micro-batch 2 --generate-batch 4 --max-length 1024 it would still need", None),
+        (8, ["--max-length", "512"], "it would still need", None),
+    ],
+    ids=str,
+)
+def test_what_fits_is_chosen_or_named(config_only, tmp_path, monkeypatch, capsys, gpu, flags, chosen, lora):
+    """The sizes that cards have; nothing is loaded, nothing is made."""
+    monkeypatch.setattr(sweet_rl, "memory_here", lambda device: gpu * 2**30)
+    monkeypatch.setattr(sweet_rl, "load_model", None)
+    argv = ["--model", str(config_only), "--device", "cpu", "--precision", "bfloat16", "--out", str(tmp_path / "out"), "--plan", *flags]
+    code = main(argv)
+    out, err = capsys.readouterr()
+    refused = "it would" in chosen
+    assert code == (2 if refused else 0) and (chosen in err and err.count("\n") == 3 if refused else not err)
+    assert "8.03 B parameters" in out and not (tmp_path / "out").exists()
+    if not refused:
+        assert f"with {chosen}, chosen therefore" in out if chosen else "too much" not in out
+        settings = sweet_rl.plan(parse_settings(argv), argv, CPU, torch.bfloat16)
+        assert settings.lora == lora and settings.critic_lr == (2e-6 if lora else 2e-7)
+
+
+def test_the_plan_counts_what_is_known(config_only):
+    """16 bytes a parameter in full training; 128 kB a token in the cache; frozen weights in bfloat16 once."""
+    def needed(*flags):
+        more = ["--max-length", 1024, "--generate-batch", 8, "--simulator", "http://h/v1", *flags]
+        return sweet_rl.memory_needed(settings("--model", config_only, *more), torch.bfloat16)
+
+    size, full, lora = 8_030_261_248, needed(), needed("--lora", 16)
+    assert full["training"][:2] == [4 * size, 12 * size] and full["candidates"][0] == 2 * 2 * size
+    adapters = 41_943_040
+    assert lora["training"][:2] == [2 * size + 4 * adapters, 12 * adapters] and lora["candidates"][0] == 2 * size + 4 * adapters
+    assert full["dialogues"][3] == 8 * 1024 * 2**17 and full["dialogues"][0] == 2 * size
+    assert set(needed("--stages", "pairs,evaluate")) == {"dialogues"} and not needed("--stages", "pairs")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Bad input: one clear line, and nothing is made
 BAD_FLAGS = {
     "stage": ["--stages", "collect,nonsense"],
@@ -1747,6 +1804,7 @@ BAD_FLAGS = {
     "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
     "rank": ["--lora", "0"],
+    "plan": ["--plan"],
     "a head has no 1/L": ["--critic", "value", "--no-normalize"],
     "prompt": ["--agent-prompt", "nowhere.txt"],
     "human's prompt": ["--human-prompt", "nowhere.txt"],
