@@ -468,7 +468,7 @@ class Encoder:
 
     def action(self, message: Message) -> list[int]:
         """Ids of what the agent said, and of its having stopped, if it did."""
-        ids = text_ids(self.tokenizer, message.get("output", message["content"]))
+        ids = text_ids(self.tokenizer, message.get("output") or message["content"])
         return ids if message.get("truncated") else [*ids, self.end]
 
     def dialogue(self, messages: list[Message], hint: str | None = None) -> Branch:
@@ -1035,17 +1035,17 @@ class Run:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP):  # a file system without locks
                 raise InputError(f"--out {self.out}: cannot be made or written to ({error.strerror})") from None
-        self.records: dict[str, dict] = self.read_json(self.out / "settings.json")
-        self.seconds: dict[str, float] = self.read_json(self.out / "timings.json")
+        self.records: dict[str, dict] = self.read_json(self.out / "settings.json", {...: dict})
+        self.seconds: dict[str, float] = self.read_json(self.out / "timings.json", {...: float})
 
     @staticmethod
-    def read_json(path: Path) -> dict:
+    def read_json(path: Path, shape: dict) -> dict:
         """The object in a JSON file, empty where there is no file."""
         try:
             value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: expected a JSON object ({error})") from None
-        colbench.check_fields(value, {}, str(path))
+        colbench.check_shape(value, shape, str(path))
         return value
 
     def write_json(self, name: str, value: dict) -> None:
@@ -1135,7 +1135,7 @@ class Run:
         """The rows of metrics.jsonl; a damaged file costs its curves, never a model."""
         path = self.path("metrics.jsonl")
         try:
-            return colbench.read_jsonl(path, {"run": str}) if path.exists() else []
+            return colbench.read_jsonl(path, {"run": str, "step": float, ...: (float,)}) if path.exists() else []
         except InputError as error:
             print(f"  {error}: its curves are left out")
             return []
@@ -1376,10 +1376,10 @@ class Sweet:
     def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr, epochs, head=False) -> None:
         """Train a copy of the base on a file of dialogue pairs, with or without c, with or without a head."""
         model, tokenizer, encoder = self.model("base", train=True)
-        fields = {"chosen": list, "rejected": list} | ({"ground_truth": str} if hint else {})
+        shape = DIALOGUE_PAIR | ({"ground_truth": str} if hint else {})
         examples = [
             Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
-            for row in colbench.read_jsonl(self.run.path(file), fields)
+            for row in colbench.read_jsonl(self.run.path(file), shape, check_lists)
         ]
         model = HeadCritic(model) if head else model
         self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=not head)
@@ -1460,8 +1460,7 @@ class Sweet:
         """Of each turn's candidates, 4 times a random one of the top half against one of the bottom half."""
         s, rows = self.settings, []
         rng = random.Random(f"{s.seed} turn pairs")
-        fields = {"messages": list, "candidates": list, "advantages": list}
-        for row in colbench.read_jsonl(self.run.path("candidates.jsonl"), fields):
+        for row in colbench.read_jsonl(self.run.path("candidates.jsonl"), CANDIDATES, check_lists):
             ranked = sorted(zip(row["advantages"], candidate_messages(row)), key=lambda pair: -pair[0])
             half = len(ranked) // 2
             for _ in range(s.pairs_per_turn if half else 0):
@@ -1479,7 +1478,7 @@ class Sweet:
         s = self.settings
         model, tokenizer, encoder = self.model("base", train=True)
         branches: dict[str, list[Branch]] = {}
-        for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), {"prompt": list, "chosen": list, "rejected": list}):
+        for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), TURN_PAIR, check_lists):
             pair = encoder.candidates(row["prompt"], [row["chosen"][-1], row["rejected"][-1]])
             branches.setdefault(json.dumps(row["prompt"]), []).extend(pair)
         examples = [Example(group) for group in branches.values()]
@@ -1550,6 +1549,24 @@ def first_tasks(trajectories: list[Trajectory], count: int | None) -> list[Traje
     """The trajectories of the first `count` tasks, in order."""
     kept = set(list(dict.fromkeys(t.task.problem_description for t in trajectories))[:count])
     return [t for t in trajectories if t.task.problem_description in kept]
+
+
+DIALOGUE_PAIR = {"chosen": [colbench.MESSAGE], "rejected": [colbench.MESSAGE]}
+TURN_PAIR = DIALOGUE_PAIR | {"prompt": [colbench.MESSAGE]}
+CANDIDATES = {"messages": [colbench.MESSAGE], "candidates": [str], "advantages": [float], "truncated?": [bool]}
+
+
+def check_lists(row: dict, where: str) -> None:
+    """No list is empty; of a pair, each side has a message of the agent; of candidates, each has an advantage."""
+    for name in ("prompt", "messages", "candidates", "chosen", "rejected"):
+        if row.get(name) == []:
+            raise InputError(f"{where}, {name!r}: expected at least one, found an empty list")
+    for side in ("chosen", "rejected"):
+        if side in row and row[side][-1]["role"] != "assistant":
+            raise InputError(f"{where}, {side!r}: expected the agent's message at the end, found the {row[side][-1]['role']}'s")
+    lengths = [len(row[name]) for name in ("candidates", "advantages", "truncated") if row.get(name)]
+    if len(set(lengths)) > 1:
+        raise InputError(f"{where}: expected as many advantages as candidates, found lists of {lengths}")
 
 
 def candidate_messages(row: dict) -> list[Message]:
@@ -1740,17 +1757,15 @@ def training_curves(rows: list[dict], points: int = 200) -> dict[str, dict[str, 
     for run, history in runs.items():
         size = math.ceil(len(history) / points)
         parts = [history[i : i + size] for i in range(0, len(history), size)]
-        curves[run] = {k: [sum(row[k] for row in part) / len(part) for part in parts] for k in history[0] if k != "run"}
+        keys = [key for key in history[0] if key != "run"]
+        curves[run] = {key: [sum(row.get(key, math.nan) for row in part) / len(part) for part in parts] for key in keys}
     return curves
 
 
 def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int = 20) -> None:
     """report.html, one page that needs nothing else: assets/report.html with the run's data in it."""
 
-    def rows(name: str, fields: dict[str, type]) -> list[dict]:
-        path = sweet.run.path(name)
-        return colbench.read_jsonl(path, fields) if path.exists() else []
-
+    turns_file = sweet.run.path("candidates.jsonl")
     shaping = [f.name for f in dataclasses.fields(Settings) if f.metadata["group"] != "machine"]
     data = {
         "settings": {name: getattr(sweet.settings, name) for name in shaping},
@@ -1758,7 +1773,7 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "columns": sweet.benchmark.columns,
         "curves": training_curves(sweet.run.metrics()),
         "dialogues": dialogues,
-        "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],
+        "turns": colbench.read_jsonl(turns_file, CANDIDATES, check_lists)[:turns] if turns_file.exists() else [],
     }
     template = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")
     colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
