@@ -200,6 +200,7 @@ def parse_settings(argv: list[str]) -> Settings:
 def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     """Fill in what depends on other flags, and refuse what cannot be meant."""
     for name, known in (("stages", STAGES), ("methods", METHODS)):
+        setattr(s, name, ",".join(word.strip() for word in getattr(s, name).split(",")))
         unknown = set(getattr(s, name).split(",")) - set(known)
         if unknown:
             raise InputError(f"--{name}: unknown {', '.join(sorted(unknown))} (expected some of {','.join(known)})")
@@ -208,6 +209,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         number = f.type in (int, float) and value is not None and f.name != "seed"
         if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
+    if not 0 < s.turn_fraction <= 1:
+        raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
     if s.no_normalize and s.critic != "logprob":
         raise InputError(f"--no-normalize: expected with --critic logprob only, a {s.critic} head has no 1/L")
     if given.tasks and not given.trajectories:
@@ -247,6 +250,22 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, precision)
 
 
+def check_model(name: str) -> None:
+    """Raise InputError unless there is such a model; only its configuration is read."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise no_model(name, error) from None
+
+
+def no_model(name: str, error: Exception) -> InputError:
+    """Not found, not a model, code or pickles in it, no network: transformers raises many kinds."""
+    reason = str(error).strip().split("\n")[0][:200]
+    return InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}")
+
+
 def load_model(name: str, device, dtype: torch.dtype = torch.float32) -> tuple:
     """(model, tokenizer) from a folder or the hub, weights in `dtype`, from safetensors only, ready to score."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -254,11 +273,10 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32) -> tuple:
 
     disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True)
-    except Exception as error:  # not found, not a model, no network: transformers raises many kinds
-        reason = str(error).strip().split("\n")[0][:200]
-        raise InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except Exception as error:
+        raise no_model(name, error) from None
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
@@ -275,6 +293,8 @@ def adapted(base, adapter: int | Path):
     with warnings.catch_warnings():  # peft asks transformers by an old name
         warnings.simplefilter("ignore", FutureWarning)
         if isinstance(adapter, Path):
+            if not (adapter / "adapter_model.safetensors").exists():  # peft would take a pickle instead
+                raise InputError(f"{adapter}: expected adapter_model.safetensors, found none")
             return peft.PeftModel.from_pretrained(shared, adapter)
         config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(shared, config)
@@ -656,7 +676,10 @@ class HeadCritic(torch.nn.Module):
     @classmethod
     def load(cls, model, folder: Path) -> "HeadCritic":
         critic = cls(model)
-        critic.head.load_state_dict(load_file(folder / cls.file))
+        try:
+            critic.head.load_state_dict(load_file(folder / cls.file))
+        except Exception as error:
+            raise no_model(str(folder / cls.file), error) from None
         return critic.eval()
 
 
@@ -1324,6 +1347,9 @@ class Sweet:
     def check_inputs(self) -> None:
         """Read the user's files, ask the user's server and browser before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
+        for name in {s.model: 1, s.simulator: 1}:
+            if name not in ("tiny", "scripted", "keyboard") and not name.startswith(("http://", "https://")):
+                check_model(name)
         if {"collect", "evaluate"} & set(stages):
             self.server  # asked here for the first time
             if s.task == "frontend":
@@ -1540,9 +1566,12 @@ def prompt_file(path: str | None, default: str) -> str:
     if path is None:
         return default
     try:
-        return Path(path).read_text(encoding="utf-8")
+        prompt = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: the prompt cannot be read ({error})") from None
+    if not prompt.strip():
+        raise InputError(f"{path}: expected a prompt, found an empty file")
+    return prompt
 
 
 def first_tasks(trajectories: list[Trajectory], count: int | None) -> list[Trajectory]:
