@@ -15,6 +15,7 @@ Reading order
     9. The two tasks              what differs between backend programming and frontend design
 """
 
+import codecs
 import contextlib
 import ctypes
 import datetime
@@ -117,44 +118,67 @@ HUB_DATASET = "facebook/collaborative_agent_bench"
 HUB_TEST_TASKS = "backend_tasks/test.jsonl"
 HUB_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
 
-TASK_FIELDS = {"problem_description": str, "ground_truth": str, "test_cases": dict}  # frontend rows have no test cases
-TRAJECTORY_FIELDS = {"task": dict, "dialogue_history": list, "answer": str}
-MESSAGE_FIELDS = {"role": str, "content": str}
+# A shape is a type; a set of words; [shape], a list; {field: shape}, an object, in which "field?" may be
+# missing or null and ... stands for all other fields.  float is a finite number, (float,) also one that is not.
+MESSAGE = {"role": {"system", "user", "assistant"}, "content": str, "output?": str, "truncated?": bool}
+TASK_FIELDS = {"problem_description": str, "ground_truth": str, "test_cases": {...: str}}  # frontend rows have no test cases
+TRAJECTORY_FIELDS = {"task": dict, "dialogue_history": [MESSAGE], "answer": str, "reward?": float, "failed?": str}
 
 
-def check_fields(row, fields: dict[str, type], where: str) -> None:
-    """Raise InputError unless `row` is an object that has these fields with these types."""
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: expected an object, found {type(row).__name__}")
-    for name, kind in fields.items():
-        if name not in row:
-            raise InputError(f"{where}: the field {name!r} is missing (expected {', '.join(fields)})")
-        if not isinstance(row[name], kind):
-            raise InputError(f"{where}: {name!r} should be {kind.__name__}, not {type(row[name]).__name__}")
+def check_shape(value, shape, where: str) -> None:
+    """Raise InputError unless `value` has that shape, all the way down."""
+    if isinstance(shape, dict):
+        check_shape(value, dict, where)
+        for name, inner in shape.items():
+            bare = str(name).removesuffix("?")
+            if name is ...:
+                for other in [other for other in value if other not in shape]:
+                    check_shape(value[other], inner, f"{where}, {other[:40]!r}")
+            elif name != bare and value.get(bare) is None:
+                continue
+            elif bare not in value:
+                expected = ", ".join(str(field) for field in shape if field is not ...)
+                raise InputError(f"{where}: the field {name!r} is missing (expected {expected})")
+            else:
+                check_shape(value[bare], inner, f"{where}, {bare!r}")
+    elif isinstance(shape, list):
+        check_shape(value, list, where)
+        for number, item in enumerate(value, 1):
+            check_shape(item, shape[0], f"{where}, item {number}")
+    elif isinstance(shape, set):
+        if not isinstance(value, str) or value not in shape:
+            raise InputError(f"{where}: expected one of {', '.join(sorted(shape))}, found {str(value)[:40]!r}")
+    elif shape is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+            raise InputError(f"{where}: expected a finite number, found {str(value)[:40]!r}")
+    elif not isinstance(value, shape):
+        raise InputError(f"{where}: expected {NAMES.get(shape, 'a number')}, found {NAMES.get(type(value), 'null')}")
 
 
-def read_jsonl(path, fields: dict[str, type], check: Callable[[dict, str], None] | None = None) -> list[dict]:
+NAMES = {dict: "an object", list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+
+
+def read_jsonl(path, shape: dict, check: Callable[[dict, str], None] | None = None) -> list[dict]:
     """The rows of a JSONL file.  InputError names the file, the line and what was expected of it.
 
-    `check(row, where)` may look deeper than the fields and raise as well.
+    `check(row, where)` may raise for what a shape cannot say.  Of a field that is given twice the last one counts.
     """
     try:
-        lines = Path(path).read_bytes().decode("utf-8-sig").split("\n")
+        lines = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: expected UTF-8 text ({error})") from None
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, line {number}: expected one JSON object ({error})") from None
-        check_fields(row, fields, f"{path}, line {number}")
+            raise InputError(f"{where}: expected one JSON object in UTF-8 ({error})") from None
+        check_shape(row, shape, where)
         if check:
-            check(row, f"{path}, line {number}")
+            check(row, where)
         rows.append(row)
     if not rows:
         raise InputError(f"{path}: expected one JSON object a line, found none")
@@ -215,33 +239,15 @@ def local_file(source: str, hub_file: str) -> Path:
         raise InputError(f"{source}: neither a file here nor {hub_file} of a dataset on the hub: {reason}") from None
 
 
-def check_task(row: dict, where: str, fields: dict[str, type] = TASK_FIELDS) -> None:
-    """Raise InputError unless `row` is a task."""
-    check_fields(row, fields, where)
-    if "test_cases" in fields:
-        check_fields(row["test_cases"], dict.fromkeys(row["test_cases"], str), f"{where}, test_cases")
-
-
-def check_trajectory(row: dict, where: str, fields: dict[str, type] = TASK_FIELDS) -> None:
-    """Raise InputError unless `row` is a trajectory."""
-    check_task(row["task"], f"{where}, task", fields)
-    for message in row["dialogue_history"]:
-        check_fields(message, MESSAGE_FIELDS, f"{where}, dialogue_history")
-    if not isinstance(row.get("reward"), (int, float, type(None))):
-        raise InputError(f"{where}: 'reward' should be a number")
-
-
-def load_tasks(source: str | Path, fields: dict[str, type] = TASK_FIELDS) -> list[Task]:
+def load_tasks(source: str | Path, fields: dict = TASK_FIELDS) -> list[Task]:
     """Official task rows from a JSONL file, or the test tasks of a dataset on the hub."""
-    check = functools.partial(check_task, fields=fields)
-    rows = read_jsonl(local_file(str(source), HUB_TEST_TASKS), fields, check)
+    rows = read_jsonl(local_file(str(source), HUB_TEST_TASKS), fields)
     return [Task(**{name: row[name] for name in fields}) for row in rows]
 
 
-def load_trajectories(source: str | Path, fields: dict[str, type] = TASK_FIELDS) -> list[Trajectory]:
+def load_trajectories(source: str | Path, fields: dict = TASK_FIELDS) -> list[Trajectory]:
     """Official trajectory rows, their tasks with these fields.  A reward may be absent: it is None then, to be computed."""
-    check = functools.partial(check_trajectory, fields=fields)
-    rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS, check)
+    rows = read_jsonl(local_file(str(source), HUB_TRAJECTORIES), TRAJECTORY_FIELDS | {"task": fields})
     tasks = [Task(**{name: row["task"][name] for name in fields}) for row in rows]
     return [
         Trajectory(task, row["dialogue_history"], row["answer"], row.get("reward"), row.get("failed"))
@@ -1511,7 +1517,7 @@ def miniature_page_tasks(split: str, count: int, seed: int = 0) -> list[Task]:
 class Benchmark:
     """What differs between the tasks; everything else is the same code."""
 
-    task_fields: dict[str, type]
+    task_fields: dict
     agent_prompt: str
     single_turn_prompt: str
     human_prompt: str

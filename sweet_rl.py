@@ -205,6 +205,7 @@ def parse_settings(argv: list[str]) -> Settings:
 def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     """Fill in what depends on other flags, and refuse what cannot be meant."""
     for name, known in (("stages", STAGES), ("methods", METHODS)):
+        setattr(s, name, ",".join(word.strip() for word in getattr(s, name).split(",")))
         unknown = set(getattr(s, name).split(",")) - set(known)
         if unknown:
             raise InputError(f"--{name}: unknown {', '.join(sorted(unknown))} (expected some of {','.join(known)})")
@@ -213,6 +214,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         number = f.type in (int, float) and value is not None and f.name != "seed"
         if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
+    if not 0 < s.turn_fraction <= 1:
+        raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
     if s.no_normalize and s.critic != "logprob":
         raise InputError(f"--no-normalize: expected with --critic logprob only, a {s.critic} head has no 1/L")
     if given.tasks and not given.trajectories:
@@ -254,6 +257,22 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, precision)
 
 
+def check_model(name: str) -> None:
+    """Raise InputError unless there is such a model; only its configuration is read."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        raise no_model(name, error) from None
+
+
+def no_model(name: str, error: Exception) -> InputError:
+    """Not found, not a model, code or pickles in it, no network: transformers raises many kinds."""
+    reason = str(error).strip().split("\n")[0][:200]
+    return InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}")
+
+
 def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool = False) -> tuple:
     """(model, tokenizer) from a folder or the hub, weights in `dtype`, from safetensors only, ready to score.
 
@@ -264,12 +283,11 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
 
     disable_progress_bar()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = kind.from_pretrained(name, dtype=dtype, use_safetensors=True)
-    except Exception as error:  # not found, not a model, no network: transformers raises many kinds
-        reason = str(error).strip().split("\n")[0][:200]
-        raise InputError(f"model {name}: cannot be loaded from a folder or from the hub: {reason}") from None
+        model = kind.from_pretrained(name, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except Exception as error:
+        raise no_model(name, error) from None
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
@@ -300,6 +318,8 @@ def adapted(base, adapter: int | Path):
     with warnings.catch_warnings():  # peft asks transformers by an old name
         warnings.simplefilter("ignore", FutureWarning)
         if isinstance(adapter, Path):
+            if not (adapter / "adapter_model.safetensors").exists():  # peft would take a pickle instead
+                raise InputError(f"{adapter}: expected adapter_model.safetensors, found none")
             return peft.PeftModel.from_pretrained(shared, adapter)
         config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(shared, config)
@@ -493,7 +513,7 @@ class Encoder:
 
     def action(self, message: Message) -> list[int]:
         """Ids of what the agent said, and of its having stopped, if it did."""
-        ids = text_ids(self.tokenizer, message.get("output", message["content"]))
+        ids = text_ids(self.tokenizer, message.get("output") or message["content"])
         return ids if message.get("truncated") else [*ids, self.end]
 
     def dialogue(self, messages: list[Message], hint: str | None = None) -> Branch:
@@ -681,7 +701,10 @@ class HeadCritic(torch.nn.Module):
     @classmethod
     def load(cls, model, folder: Path) -> "HeadCritic":
         critic = cls(model)
-        critic.head.load_state_dict(load_file(folder / cls.file))
+        try:
+            critic.head.load_state_dict(load_file(folder / cls.file))
+        except Exception as error:
+            raise no_model(str(folder / cls.file), error) from None
         return critic.eval()
 
 
@@ -1060,17 +1083,17 @@ class Run:
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.ENOTSUP):  # a file system without locks
                 raise InputError(f"--out {self.out}: cannot be made or written to ({error.strerror})") from None
-        self.records: dict[str, dict] = self.read_json(self.out / "settings.json")
-        self.seconds: dict[str, float] = self.read_json(self.out / "timings.json")
+        self.records: dict[str, dict] = self.read_json(self.out / "settings.json", {...: dict})
+        self.seconds: dict[str, float] = self.read_json(self.out / "timings.json", {...: float})
 
     @staticmethod
-    def read_json(path: Path) -> dict:
+    def read_json(path: Path, shape: dict) -> dict:
         """The object in a JSON file, empty where there is no file."""
         try:
             value = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: expected a JSON object ({error})") from None
-        colbench.check_fields(value, {}, str(path))
+        colbench.check_shape(value, shape, str(path))
         return value
 
     def write_json(self, name: str, value: dict) -> None:
@@ -1160,7 +1183,7 @@ class Run:
         """The rows of metrics.jsonl; a damaged file costs its curves, never a model."""
         path = self.path("metrics.jsonl")
         try:
-            return colbench.read_jsonl(path, {"run": str}) if path.exists() else []
+            return colbench.read_jsonl(path, {"run": str, "step": float, ...: (float,)}) if path.exists() else []
         except InputError as error:
             print(f"  {error}: its curves are left out")
             return []
@@ -1350,6 +1373,9 @@ class Sweet:
     def check_inputs(self) -> None:
         """Read the user's files, ask the user's server and browser before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
+        for name in {s.model: 1, s.simulator: 1}:
+            if name not in ("tiny", "scripted", "keyboard") and not name.startswith(("http://", "https://")):
+                check_model(name)
         if {"collect", "evaluate"} & set(stages):
             self.server  # asked here for the first time
             if s.task == "frontend":
@@ -1402,10 +1428,10 @@ class Sweet:
     def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr, epochs, head=False) -> None:
         """Train a copy of the base on a file of dialogue pairs, with or without c, with or without a head."""
         model, tokenizer, encoder = self.model("base", train=True)
-        fields = {"chosen": list, "rejected": list} | ({"ground_truth": str} if hint else {})
+        shape = DIALOGUE_PAIR | ({"ground_truth": str} if hint else {})
         examples = [
             Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
-            for row in colbench.read_jsonl(self.run.path(file), fields)
+            for row in colbench.read_jsonl(self.run.path(file), shape, check_lists)
         ]
         model = HeadCritic(model) if head else model
         self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=not head)
@@ -1486,8 +1512,7 @@ class Sweet:
         """Of each turn's candidates, 4 times a random one of the top half against one of the bottom half."""
         s, rows = self.settings, []
         rng = random.Random(f"{s.seed} turn pairs")
-        fields = {"messages": list, "candidates": list, "advantages": list}
-        for row in colbench.read_jsonl(self.run.path("candidates.jsonl"), fields):
+        for row in colbench.read_jsonl(self.run.path("candidates.jsonl"), CANDIDATES, check_lists):
             ranked = sorted(zip(row["advantages"], candidate_messages(row)), key=lambda pair: -pair[0])
             half = len(ranked) // 2
             for _ in range(s.pairs_per_turn if half else 0):
@@ -1505,7 +1530,7 @@ class Sweet:
         s = self.settings
         model, tokenizer, encoder = self.model("base", train=True)
         branches: dict[str, list[Branch]] = {}
-        for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), {"prompt": list, "chosen": list, "rejected": list}):
+        for row in colbench.read_jsonl(self.run.path("turn_pairs.jsonl"), TURN_PAIR, check_lists):
             pair = encoder.candidates(row["prompt"], [row["chosen"][-1], row["rejected"][-1]])
             branches.setdefault(json.dumps(row["prompt"]), []).extend(pair)
         examples = [Example(group) for group in branches.values()]
@@ -1567,15 +1592,36 @@ def prompt_file(path: str | None, default: str) -> str:
     if path is None:
         return default
     try:
-        return Path(path).read_text(encoding="utf-8")
+        prompt = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: the prompt cannot be read ({error})") from None
+    if not prompt.strip():
+        raise InputError(f"{path}: expected a prompt, found an empty file")
+    return prompt
 
 
 def first_tasks(trajectories: list[Trajectory], count: int | None) -> list[Trajectory]:
     """The trajectories of the first `count` tasks, in order."""
     kept = set(list(dict.fromkeys(t.task.problem_description for t in trajectories))[:count])
     return [t for t in trajectories if t.task.problem_description in kept]
+
+
+DIALOGUE_PAIR = {"chosen": [colbench.MESSAGE], "rejected": [colbench.MESSAGE]}
+TURN_PAIR = DIALOGUE_PAIR | {"prompt": [colbench.MESSAGE]}
+CANDIDATES = {"messages": [colbench.MESSAGE], "candidates": [str], "advantages": [float], "truncated?": [bool]}
+
+
+def check_lists(row: dict, where: str) -> None:
+    """No list is empty; of a pair, each side has a message of the agent; of candidates, each has an advantage."""
+    for name in ("prompt", "messages", "candidates", "chosen", "rejected"):
+        if row.get(name) == []:
+            raise InputError(f"{where}, {name!r}: expected at least one, found an empty list")
+    for side in ("chosen", "rejected"):
+        if side in row and row[side][-1]["role"] != "assistant":
+            raise InputError(f"{where}, {side!r}: expected the agent's message at the end, found the {row[side][-1]['role']}'s")
+    lengths = [len(row[name]) for name in ("candidates", "advantages", "truncated") if row.get(name)]
+    if len(set(lengths)) > 1:
+        raise InputError(f"{where}: expected as many advantages as candidates, found lists of {lengths}")
 
 
 def candidate_messages(row: dict) -> list[Message]:
@@ -1864,17 +1910,15 @@ def training_curves(rows: list[dict], points: int = 200) -> dict[str, dict[str, 
     for run, history in runs.items():
         size = math.ceil(len(history) / points)
         parts = [history[i : i + size] for i in range(0, len(history), size)]
-        curves[run] = {k: [sum(row[k] for row in part) / len(part) for part in parts] for k in history[0] if k != "run"}
+        keys = [key for key in history[0] if key != "run"]
+        curves[run] = {key: [sum(row.get(key, math.nan) for row in part) / len(part) for part in parts] for key in keys}
     return curves
 
 
 def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int = 20) -> None:
     """report.html, one page that needs nothing else: assets/report.html with the run's data in it."""
 
-    def rows(name: str, fields: dict[str, type]) -> list[dict]:
-        path = sweet.run.path(name)
-        return colbench.read_jsonl(path, fields) if path.exists() else []
-
+    turns_file = sweet.run.path("candidates.jsonl")
     shaping = [f.name for f in dataclasses.fields(Settings) if f.metadata["group"] != "machine"]
     data = {
         "settings": {name: getattr(sweet.settings, name) for name in shaping},
@@ -1882,7 +1926,7 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "columns": sweet.benchmark.columns,
         "curves": training_curves(sweet.run.metrics()),
         "dialogues": dialogues,
-        "turns": rows("candidates.jsonl", {"messages": list, "candidates": list, "advantages": list})[:turns],
+        "turns": colbench.read_jsonl(turns_file, CANDIDATES, check_lists)[:turns] if turns_file.exists() else [],
     }
     template = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")
     colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())

@@ -35,8 +35,11 @@ def start(out: Path) -> subprocess.Popen:
 
 
 def finish(out: Path, seconds: float | None = None) -> bool:
-    """Whether the program came to its end; it is killed after so many seconds."""
+    """Whether the program came to its end; it is killed so many seconds behind its first line."""
+    before = os.path.getsize(f"{out}.log") if os.path.exists(f"{out}.log") else 0
     process = start(out)
+    while seconds and process.poll() is None and os.path.getsize(f"{out}.log") == before:  # importing torch
+        time.sleep(0.05)
     try:
         status = process.wait(seconds)
     except subprocess.TimeoutExpired:

@@ -97,19 +97,24 @@ GOOD = json.dumps(TASK_ROW)
 TURN = {"role": "user", "content": "hi"}
 BAD_FILES = {  # name: (loader, bytes of the file, words that the one line must have besides the file's name)
     "missing field": (load_tasks, f"{GOOD}\n{json.dumps(without(TASK_ROW, 'test_cases'))}", ["line 2", "'test_cases'"]),
-    "wrong type": (load_tasks, json.dumps(TASK_ROW | {"ground_truth": 3}), ["line 1", "'ground_truth'", "str", "int"]),
+    "wrong type": (load_tasks, json.dumps(TASK_ROW | {"ground_truth": 3}), ["line 1", "'ground_truth'", "a text", "a number"]),
     "a call that is no text": (load_tasks, json.dumps(TASK_ROW | {"test_cases": {"test1": 3}}), ["line 1", "test_cases"]),
     "tasks for trajectories": (load_trajectories, f"{GOOD}\n{GOOD}", ["line 1", "'task'"]),
     "task inside": (load_trajectories, json.dumps(ROW | {"task": without(TASK_ROW, "ground_truth")}), ["1", "'ground_truth'"]),
-    "turn without content": (load_trajectories, json.dumps(ROW | {"dialogue_history": [TURN, {"role": "x"}]}), ["1", "'content'"]),
-    "turn that is a text": (load_trajectories, json.dumps(ROW | {"dialogue_history": ["hi"]}), ["1", "object", "str"]),
+    "turn without content": (load_trajectories, json.dumps(ROW | {"dialogue_history": [TURN, {"role": "user"}]}), ["1", "'content'"]),
+    "turn that is a text": (load_trajectories, json.dumps(ROW | {"dialogue_history": ["hi"]}), ["1", "an object", "a text"]),
     "reward as text": (load_trajectories, json.dumps(ROW | {"reward": "1"}), ["1", "'reward'"]),
     "not JSON": (load_tasks, f"{GOOD}\nhello", ["line 2", "JSON"]),
     "cut": (load_tasks, f"{GOOD}\n{GOOD[:40]}", ["line 2", "JSON"]),
     "a list": (load_tasks, "[1]", ["line 1", "object", "list"]),
     "JSON over many lines": (load_tasks, json.dumps(TASK_ROW, indent=1), ["line 1", "JSON"]),
     "deeper than python goes": (load_tasks, "[" * 200_000, ["line 1", "JSON"]),
-    "not UTF-8": (load_tasks, b"\xff\xfe{", ["UTF-8"]),
+    "not UTF-8": (load_tasks, f"{GOOD}\n".encode() + b"\xff\xfe{", ["line 2", "UTF-8"]),
+    "UTF-16": (load_tasks, GOOD.encode("utf-16"), ["line 1", "UTF-8"]),
+    "a role of its own": (load_trajectories, json.dumps(ROW | {"dialogue_history": [TURN | {"role": "human"}]}), ["item 1", "user"]),
+    "no number": (load_trajectories, json.dumps(ROW | {"reward": math.nan}), ["'reward'", "finite", "nan"]),
+    "a number beyond all": (load_trajectories, json.dumps(ROW | {"reward": 10**400}), ["'reward'", "finite"]),
+    "pictures": (load_trajectories, b"\x89PNG\r\n\x1a\n\0\0", ["line 1", "UTF-8"]),
     "zeros": (load_tasks, b"\0\0\0", ["line 1", "JSON"]),
     "empty": (load_tasks, "", ["none"]),
     "blank lines": (load_trajectories, "\n \n", ["none"]),
@@ -132,7 +137,7 @@ def test_a_bad_row_is_named_by_its_line_in_the_file(tmp_path):
     """Blank lines count: an editor has to find it."""
     path = tmp_path / "some.jsonl"
     path.write_text(f"{json.dumps(ROW)}\n\n{json.dumps(ROW | {'reward': 'x'})}\n")
-    with pytest.raises(InputError, match="3: "):
+    with pytest.raises(InputError, match="line 3, 'reward'"):
         load_trajectories(str(path))
 
 
@@ -496,5 +501,5 @@ def test_frontend_rows_have_no_test_cases(tmp_path):
     fields = colbench.BENCHMARKS["frontend"].task_fields
     colbench.save_trajectories(tmp_path / "t.jsonl", [Trajectory(PAGES[0], [], "page", 0.5)])
     assert load_trajectories(tmp_path / "t.jsonl", fields)[0].task == PAGES[0]
-    with pytest.raises(InputError, match="t.jsonl, line 1, task: the field 'test_cases' is missing"):
+    with pytest.raises(InputError, match="t.jsonl, line 1, 'task': the field 'test_cases' is missing"):
         load_trajectories(tmp_path / "t.jsonl")

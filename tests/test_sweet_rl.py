@@ -1146,7 +1146,7 @@ def test_an_interrupted_file_of_other_settings_is_not_gone_on_with(tmp_path):
 def test_metrics_of_a_second_try_replace_those_of_the_first(tmp_path):
     run = Run(settings("--out", tmp_path))
     for value, name in ((1, "critic"), (2, "actor"), (3, "critic")):
-        run.log([{"run": name, "step": 1, "loss": value}])
+        run.log([{"run": name, "step": 1, "loss": float(value)}])
     assert [row["loss"] for row in colbench.read_jsonl(tmp_path / "metrics.jsonl", {})] == [2, 3]
 
 
@@ -1522,7 +1522,7 @@ def test_settings_that_shape_no_file_are_free_to_change(rerun, flags):
 
 
 def test_a_damaged_metrics_file_costs_its_curves_only(rerun):
-    (rerun.out / "metrics.jsonl").write_text('{"run": "critic"}\n{"ru')
+    (rerun.out / "metrics.jsonl").write_text('{"run": "critic", "step": 1}\n{"ru')
     code, out, _ = rerun(drop=["eval_sweet.jsonl"])
     assert code == 0 and "metrics.jsonl, line 2" in out and "eval_sweet.jsonl" in rerun.after
 
@@ -1621,6 +1621,34 @@ def test_a_run_with_a_flaky_server_comes_to_its_end(rerun, monkeypatch):
     assert code == 0 and 0 < failed == sum(f["failed"] + f["greedy"]["failed"] for f in methods.values()) and "failed" in out, err
     for t in itertools.chain.from_iterable(found.values()):
         assert (t.failed is None) == (t.reward is not None) and (t.failed is None or "does not answer" in t.failed)
+
+
+@pytest.mark.parametrize("kind", ["code in the model", "code in the tokenizer", "pickled weights", "pickled head"])
+def test_a_folder_of_someone_else_runs_no_code(rerun, tmp_path, kind):
+    """Code and pickles that would leave a file behind; one line each, and nothing is run."""
+    base, ran = rerun.out / "base", tmp_path / "ran"
+    evil = f"open({str(ran)!r}, 'w')\n"
+    (base / "evil.py").write_text(evil)
+    pickled = b"cbuiltins\nexec\n(V" + evil.strip().encode() + b"\ntR."
+    if kind.startswith("pickled"):
+        (base / "pytorch_model.bin").write_bytes(pickled)
+        (base / "model.safetensors").unlink()
+        if kind == "pickled head":
+            shutil.copy(rerun.out / "critic" / "model.safetensors", base / "model.safetensors")
+            (base / "head.safetensors").write_bytes(pickled)
+    else:
+        name = "config.json" if kind == "code in the model" else "tokenizer_config.json"
+        config = json.loads((base / name).read_text()) | {"model_type": "evil", "tokenizer_class": "Evil"}
+        auto = {key: f"evil.{key}" for key in ("AutoConfig", "AutoModelForCausalLM")} | {"AutoTokenizer": ["evil.A", "evil.B"]}
+        (base / name).write_text(json.dumps(config | {"auto_map": auto}))
+    code, _, err = rerun("--methods", "zero-shot", drop=["eval_zero-shot.jsonl"])
+    assert not ran.exists() and code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert set(rerun.after) <= set(rerun.before)
+
+
+def test_spaces_between_stages_and_methods_are_fine():
+    s = settings("--stages", "evaluate, pairs", "--methods", " zero-shot ,sweet")
+    assert (s.stages, s.methods) == ("evaluate,pairs", "zero-shot,sweet")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1818,6 +1846,9 @@ BAD_FLAGS = {
     "simulator": ["--model", "{base}", "--tasks", "{tasks}", "--simulator", "./no/such/folder"],
     "out is a file": ["--out", "{tasks}"],
     "no out": ["--out", ""],
+    "more than all": ["--turn-fraction", "2"],
+    "an empty prompt": ["--agent-prompt", "/dev/null"],
+    "no address": ["--simulator", "http://"],
     "record": ["--out", "{torn}"],
 }
 
