@@ -98,14 +98,24 @@ def sample(model, tokenizer, packed: bool, count: int, history: int) -> list[str
     return tokenizer.batch_decode(out[:, rows.shape[1] :], skip_special_tokens=True)
 
 
+def turn(model, tokenizer, tokens: int) -> list:
+    """The next message of 8 dialogues with a history of 600 tokens each, cut after so many."""
+    chat = ChatModel(model, tokenizer, max_new_tokens=tokens)
+    chat.ends = [model.config.vocab_size]  # no sampled id
+    chat.generate([" day" * HISTORY] * chat.batch_size, 1)
+    return []
+
+
 def measure(folder: str, case: str, packed: bool) -> dict:
     """One variant, in this process: seconds, peak memory in GB (of the process, model included), and its result."""
     model, tokenizer = load_model(folder, "cpu")
     model.takes_trees = takes_trees(model)  # asked once a run; the first call sets up what later ones find ready
-    kind, _, history = case.partition(" ")
+    kind, _, size = case.partition(" ")
     start = time.perf_counter()
     if kind == "sample":
-        result = sample(model, tokenizer, packed, CASES[case], int(history))
+        result = sample(model, tokenizer, packed, CASES[case], int(size))
+    elif kind == "turn":
+        result = turn(model, tokenizer, int(size))
     else:
         result = {"train": train, "score": score}[kind](model, packed, CASES[case])
     seconds = time.perf_counter() - start
@@ -114,13 +124,14 @@ def measure(folder: str, case: str, packed: bool) -> dict:
     return {"seconds": seconds, "GB": peak, "result": result}
 
 
+def run(folder: str, case: str, which: str) -> dict:
+    return json.loads(subprocess.check_output([sys.executable, __file__, folder, case, which]).splitlines()[-1])
+
+
 def main(folder: str) -> None:
     print(f"{torch.get_num_threads()} threads\n{'':12} {'ours s':>8} {'plain s':>8} {'faster':>7} {'ours GB':>8} {'plain GB':>8}")
     for case in CASES:
-        ours, plain = (
-            json.loads(subprocess.check_output([sys.executable, __file__, folder, case, which]).splitlines()[-1])
-            for which in ("ours", "plain")
-        )
+        ours, plain = (run(folder, case, which) for which in ("ours", "plain"))
         if case.startswith("sample"):
             same = sum(a == b for a, b in zip(ours["result"], plain["result"], strict=True))
             agree = f"{same} of {SAMPLES} samples equal"
@@ -130,6 +141,8 @@ def main(folder: str) -> None:
             agree = f"largest difference {error:.0e}"
         figures = ours["seconds"], plain["seconds"], plain["seconds"] / ours["seconds"], ours["GB"], plain["GB"]
         print(f"{case:12} {{:8.1f}} {{:8.1f}} {{:6.1f}}x {{:8.2f}} {{:8.2f}}   {agree}".format(*figures), flush=True)
+    turn, reading = (run(folder, f"turn {tokens}", "ours")["seconds"] for tokens in (ACTION, 1))
+    print(f"the next turn of 8 dialogues: {turn:.1f} s, of which {reading:.1f} s to read their histories again")
 
 
 if __name__ == "__main__":
