@@ -312,7 +312,7 @@ def more_dialogues(out: Path, seed: int, count: int) -> list[Trajectory]:
     used = world.train_tasks + world.warm_up_tasks
     tasks, path = colbench.miniature_tasks("train", used + count, seed)[used:], folder(out, seed, "more-tasks.jsonl")
     colbench.write_jsonl(path, [vars(task) for task in tasks])
-    more = ["--train-tasks", str(path), "--stages", "collect", "--methods", "zero-shot"]
+    more = ["--train-tasks", str(path), "--stages", "collect", "--methods", "rft"]
     run(folder(out, seed, "more"), "--seed", str(seed), *more, donor=folder(out, seed))
     return colbench.load_trajectories(folder(out, seed, "more") / "trajectories.jsonl")
 
