@@ -7,6 +7,7 @@
     python tests/evidence.py figure3b    success against the number of offline dialogues
     python tests/evidence.py table4      a larger model trained on the smaller one's dialogues
     python tests/evidence.py states      what each critic prefers on states made by hand
+    python tests/evidence.py why         what holds SWEET-RL back: the same actor under a perfect critic, validation tasks
 
 A seed is a world of its own: other tasks, another warm start, other dialogues.  Its folder lies in --out and is used
 again, so a stopped command goes on where it was, and tables share what they have in common.  Means are over seeds,
@@ -38,7 +39,7 @@ STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 9
 VARIANTS = {  # kinds of critic, with the learning rates that `search` found where the default is not the best
     "SWEET": [],
     "no c": ["--no-hint"],
-    "no 1/L": ["--no-normalize"],
+    "no 1/L": ["--no-normalize", "--critic-lr", "3e-5"],
     "regression head": ["--critic", "regression", "--critic-lr", "1e-2"],
     "value function": ["--critic", "value", "--critic-lr", "3e-3"],
 }
@@ -66,8 +67,9 @@ def run(folder: Path, *flags: str, donor: Path | None = None) -> dict | None:
 
 
 def share(donor: Path, into: sweet_rl.Run) -> None:
-    """Hard links to those products of a run that the other's settings would make just so."""
+    """Hard links to those products of a run that the other's settings would make just so, but for its evaluations."""
     records = json.loads((donor / "settings.json").read_text())
+    records = {name: record for name, record in records.items() if not name.startswith("eval_")}
     for product in [name for name, record in records.items() if into.shape(name) == record]:
         source, target = donor / product, into.path(product)
         shutil.copytree(source, target, copy_function=os.link) if source.is_dir() else os.link(source, target)
@@ -419,6 +421,53 @@ def asked(task: Task, names: list[str]) -> list[dict]:
     return dialogue
 
 
+# --- what holds SWEET-RL back
+def why(out: Path, seeds: range) -> None:
+    """The actor's stage as it is, without pairs that choose a repeated question, and on a perfect critic's ranking."""
+    changes = {"as it is": None, "no repeated question": without_repeats, "perfect critic": ranked_perfectly}
+    runs: dict[str, list[dict]] = {}
+    for name, change in changes.items():
+        for seed in seeds:
+            path = folder(out, seed, "why", name)
+            if change:
+                file, rows = change(folder(out, seed))
+                path.mkdir(exist_ok=True)
+                colbench.write_jsonl(path / file, rows)  # a file without a record is one that was put there by hand
+            flags = ["--seed", str(seed), "--methods", "sweet" if change else "zero-shot,rft,mt-dpo,sweet"]
+            with held_out("validation", 500):
+                figures = run(path, *flags, donor=folder(out, seed))
+            for method in figures:
+                runs.setdefault(method + (f", {name}" if method == "sweet" else ""), []).append(figures[method])
+    method_table(runs, {})
+
+
+def without_repeats(donor: Path) -> tuple[str, list[dict]]:
+    """The turn pairs of a run whose chosen message was not said before in the dialogue."""
+    rows = colbench.read_jsonl(donor / "turn_pairs.jsonl", {"prompt": list})
+    said = lambda row: [m["content"] for m in row["prompt"] if m["role"] == "assistant"]  # noqa: E731
+    return "turn_pairs.jsonl", [row for row in rows if row["chosen"][0]["content"] not in said(row)]
+
+
+def ranked_perfectly(donor: Path) -> tuple[str, list[dict]]:
+    """The candidates of a run with advantages by a script that knows the game and reads c."""
+    rows = colbench.read_jsonl(donor / "candidates.jsonl", {"messages": list})
+    return "candidates.jsonl", [row | {"advantages": [perfect_advantage(row, c) for c in row["candidates"]]} for row in rows]
+
+
+def perfect_advantage(row: dict, candidate: str) -> float:
+    """2 for the right answer or a wanted question, 1 for one that such a thing may want, 0 for a wrong answer or a repetition."""
+    details = colbench.miniature_details(row["ground_truth"])
+    thing = next(thing for thing in colbench.THINGS if f" {thing}." in row["messages"][1]["content"])
+    if candidate.startswith(ANSWER_MARKER):
+        return 2 if colbench.miniature_details(candidate) == details else 0
+    name = next((name for name in colbench.DETAILS if candidate == QUESTION.format(name)), None)
+    if name is None:
+        return -1
+    if any(message["content"] == candidate for message in row["messages"]):
+        return 0
+    return 2 if name in details else 1 if name in colbench.THINGS[thing] else 0.5
+
+
 COMMANDS = {  # name: what it runs, how many seeds
     "table2": (table2, 5),
     "search": (search, 2),
@@ -427,6 +476,7 @@ COMMANDS = {  # name: what it runs, how many seeds
     "figure3b": (figure3b, 3),
     "table4": (table4, 3),
     "states": (states, 3),
+    "why": (why, 3),
 }
 
 
