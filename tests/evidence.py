@@ -7,6 +7,7 @@
     python tests/evidence.py figure3b    success against the number of offline dialogues
     python tests/evidence.py table4      a larger model trained on the smaller one's dialogues
     python tests/evidence.py states      what each critic prefers on states made by hand
+    python tests/evidence.py why         what holds SWEET-RL back: the same actor under a perfect critic, validation tasks
 
 A seed is a world of its own: other tasks, another warm start, other dialogues.  Its folder lies in --out and is used
 again, so a stopped command goes on where it was, and tables share what they have in common.  Means are over seeds,
@@ -35,14 +36,14 @@ from colbench import ANSWER_MARKER, QUESTION, Task, Trajectory
 from simulator import ScriptedSimulator
 
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # two-sided 95 % quantiles for 1, 2, ... degrees
-VARIANTS = {  # kinds of critic, with the learning rates that `search` found
+VARIANTS = {  # kinds of critic, with the learning rates that `search` found where the default is not the best
     "SWEET": [],
     "no c": ["--no-hint"],
-    "no 1/L": ["--no-normalize"],
-    "regression head": ["--critic", "regression"],
-    "value function": ["--critic", "value"],
+    "no 1/L": ["--no-normalize", "--critic-lr", "3e-5"],
+    "regression head": ["--critic", "regression", "--critic-lr", "1e-2"],
+    "value function": ["--critic", "value", "--critic-lr", "3e-3"],
 }
-RATES = ("1e-4", "3e-4", "1e-3", "3e-3")
+RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2")
 BEST_OF = (2, 4, 8, 16, 32)
 LARGER = {"hidden_size": 128, "layers": 4}  # 0.85 M parameters, 5.5 times the smaller one's
 
@@ -66,8 +67,9 @@ def run(folder: Path, *flags: str, donor: Path | None = None) -> dict | None:
 
 
 def share(donor: Path, into: sweet_rl.Run) -> None:
-    """Hard links to those products of a run that the other's settings would make just so."""
+    """Hard links to those products of a run that the other's settings would make just so, but for its evaluations."""
     records = json.loads((donor / "settings.json").read_text())
+    records = {name: record for name, record in records.items() if not name.startswith("eval_")}
     for product in [name for name, record in records.items() if into.shape(name) == record]:
         source, target = donor / product, into.path(product)
         shutil.copytree(source, target, copy_function=os.link) if source.is_dir() else os.link(source, target)
@@ -216,7 +218,7 @@ def search(out: Path, seeds: range) -> None:
             for rate in RATES:
                 more = [*flags, "--critic-lr", rate]  # the last one counts
                 found.append([best_of(out, seed, 8, *more, name=f"search {kind} {rate}") for seed in seeds])
-            rows.append([kind, *map(mean_interval, found)])
+            rows.append([kind, *(f"{interval(values)[0]:.1f}" for values in found)])
     table(["validation success %, best-of-8", *RATES], rows)
 
 
@@ -252,12 +254,12 @@ def likelihoods(sweet: sweet_rl.Sweet, critic, judge, examples: list[sweet_rl.Ex
 
 
 def figure3a(out: Path, seeds: range) -> None:
-    """Best-of-N: the fixed zero-shot agent says what a critic ranks first of N samples, on the first 250 test tasks."""
+    """Best-of-N: the fixed zero-shot agent says what a critic ranks first of N samples, on the first 150 test tasks."""
     one, curves = [run_zero_shot(out, seed) for seed in seeds], {}
     for kind in ("SWEET", "no c", "value function", "judge"):
         donors = {seed: with_critic(out, seed, kind) for seed in seeds}
         score = likelihoods if kind == "judge" else sweet_rl.Sweet.advantages
-        with held_out("test", 250), mock.patch.object(sweet_rl.Sweet, "advantages", score):
+        with held_out("test", 150), mock.patch.object(sweet_rl.Sweet, "advantages", score):
             made = [
                 [best_of(out, s, n, *VARIANTS.get(kind, []), name=f"best-of-{n} {kind}", donor=donors[s]) for s in seeds]
                 for n in BEST_OF
@@ -271,7 +273,7 @@ def figure3a(out: Path, seeds: range) -> None:
 
 def run_zero_shot(out: Path, seed: int) -> float:
     """Success of the zero-shot agent, N = 1, on the same tasks."""
-    trajectories = colbench.load_trajectories(folder(out, seed) / "eval_zero-shot.jsonl")[:250]
+    trajectories = colbench.load_trajectories(folder(out, seed) / "eval_zero-shot.jsonl")[:150]
     return sum(t.reward == 1.0 for t in trajectories) / len(trajectories)
 
 
@@ -312,7 +314,7 @@ def more_dialogues(out: Path, seed: int, count: int) -> list[Trajectory]:
     used = world.train_tasks + world.warm_up_tasks
     tasks, path = colbench.miniature_tasks("train", used + count, seed)[used:], folder(out, seed, "more-tasks.jsonl")
     colbench.write_jsonl(path, [vars(task) for task in tasks])
-    more = ["--train-tasks", str(path), "--stages", "collect", "--methods", "zero-shot"]
+    more = ["--train-tasks", str(path), "--stages", "collect", "--methods", "rft"]
     run(folder(out, seed, "more"), "--seed", str(seed), *more, donor=folder(out, seed))
     return colbench.load_trajectories(folder(out, seed, "more") / "trajectories.jsonl")
 
@@ -337,7 +339,7 @@ def table4(out: Path, seeds: range) -> None:
 
 # --- states made by hand
 def states(out: Path, seeds: range) -> None:
-    """How often a critic prefers the right one of two messages, on states of 300 validation tasks."""
+    """How often a critic prefers the right one of two messages, on states of 200 validation tasks."""
     rows = []
     for kind in [*VARIANTS, "judge"]:
         made = [state_accuracies(out, seed, kind) for seed in seeds]
@@ -352,7 +354,7 @@ def state_accuracies(out: Path, seed: int, kind: str) -> dict[str, float]:
         sweet = sweet_rl.Sweet(sweet_rl.parse_settings(["--seed", str(seed), *VARIANTS.get(kind, []), "--out", str(path)]))
     (base, tokenizer, encoder), critic = sweet.model("base"), sweet.model("critic")[0]
     score = functools.partial(likelihoods, sweet) if kind == "judge" else sweet.advantages
-    tasks = colbench.miniature_tasks("validation", 300, seed)
+    tasks = colbench.miniature_tasks("validation", 200, seed)
     accuracies = {}
     for name, pairs in hand_made_states(tasks, random.Random(seed)).items():
         examples = [
@@ -366,7 +368,7 @@ def state_accuracies(out: Path, seed: int, kind: str) -> dict[str, float]:
     torch.manual_seed(seed)
     played = colbench.rollout(sweet.agent(base, tokenizer), ScriptedSimulator().reply, tasks * 3)
     rewards = colbench.unit_test_rewards([t.task for t in played], [t.answer for t in played])
-    solved = [next((i for i in range(i % 300, 900, 300) if rewards[i] == 1.0), None) for i in range(900)]
+    solved = [next((i for i in range(i % 200, 600, 200) if rewards[i] == 1.0), None) for i in range(600)]
     pairs = [(better, i) for i, better in enumerate(solved) if better is not None and rewards[i] < 1.0]
     branch = lambda t: encoder.dialogue(sweet.with_system(t.dialogue), sweet.hint(t.task.ground_truth))  # noqa: E731
     found = score(critic, base, [sweet_rl.Example([branch(played[i]) for i in pair]) for pair in pairs])
@@ -419,6 +421,53 @@ def asked(task: Task, names: list[str]) -> list[dict]:
     return dialogue
 
 
+# --- what holds SWEET-RL back
+def why(out: Path, seeds: range) -> None:
+    """The actor's stage as it is, without pairs that choose a repeated question, and on a perfect critic's ranking."""
+    changes = {"as it is": None, "no repeated question": without_repeats, "perfect critic": ranked_perfectly}
+    runs: dict[str, list[dict]] = {}
+    for name, change in changes.items():
+        for seed in seeds:
+            path = folder(out, seed, "why", name)
+            if change:
+                file, rows = change(folder(out, seed))
+                path.mkdir(exist_ok=True)
+                colbench.write_jsonl(path / file, rows)  # a file without a record is one that was put there by hand
+            flags = ["--seed", str(seed), "--methods", "sweet" if change else "zero-shot,rft,mt-dpo,sweet"]
+            with held_out("validation", 500):
+                figures = run(path, *flags, donor=folder(out, seed))
+            for method in figures:
+                runs.setdefault(method + (f", {name}" if method == "sweet" else ""), []).append(figures[method])
+    method_table(runs, {})
+
+
+def without_repeats(donor: Path) -> tuple[str, list[dict]]:
+    """The turn pairs of a run whose chosen message was not said before in the dialogue."""
+    rows = colbench.read_jsonl(donor / "turn_pairs.jsonl", {"prompt": list})
+    said = lambda row: [m["content"] for m in row["prompt"] if m["role"] == "assistant"]  # noqa: E731
+    return "turn_pairs.jsonl", [row for row in rows if row["chosen"][0]["content"] not in said(row)]
+
+
+def ranked_perfectly(donor: Path) -> tuple[str, list[dict]]:
+    """The candidates of a run with advantages by a script that knows the game and reads c."""
+    rows = colbench.read_jsonl(donor / "candidates.jsonl", {"messages": list})
+    return "candidates.jsonl", [row | {"advantages": [perfect_advantage(row, c) for c in row["candidates"]]} for row in rows]
+
+
+def perfect_advantage(row: dict, candidate: str) -> float:
+    """2 for the right answer or a wanted question, 1 for one that such a thing may want, 0 for a wrong answer or a repetition."""
+    details = colbench.miniature_details(row["ground_truth"])
+    thing = next(thing for thing in colbench.THINGS if f" {thing}." in row["messages"][1]["content"])
+    if candidate.startswith(ANSWER_MARKER):
+        return 2 if colbench.miniature_details(candidate) == details else 0
+    name = next((name for name in colbench.DETAILS if candidate == QUESTION.format(name)), None)
+    if name is None:
+        return -1
+    if any(message["content"] == candidate for message in row["messages"]):
+        return 0
+    return 2 if name in details else 1 if name in colbench.THINGS[thing] else 0.5
+
+
 COMMANDS = {  # name: what it runs, how many seeds
     "table2": (table2, 5),
     "search": (search, 2),
@@ -427,6 +476,7 @@ COMMANDS = {  # name: what it runs, how many seeds
     "figure3b": (figure3b, 3),
     "table4": (table4, 3),
     "states": (states, 3),
+    "why": (why, 3),
 }
 
 
