@@ -257,12 +257,12 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
     return device, getattr(torch, precision)
 
 
-def check_model(name: str) -> None:
-    """Raise InputError unless there is such a model; only its configuration is read."""
+def read_config(name: str):
+    """The configuration of a model in a folder or on the hub."""
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
         raise no_model(name, error) from None
 
@@ -296,15 +296,13 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
 @functools.cache
 def empty_model(name: str):
     """The model of a config.json without its weights, on the meta device: for arithmetic."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # as in load_model
-        reason = str(error).strip().split("\n")[0][:200]
-        raise InputError(f"model {name}: expected a config.json in a folder or on the hub: {reason}") from None
+            return AutoModelForCausalLM.from_config(read_config(name))
+    except ValueError as error:  # a model of another kind
+        raise no_model(name, error) from None
 
 
 def adapted(base, adapter: int | Path):
@@ -1375,7 +1373,7 @@ class Sweet:
         s, stages = self.settings, self.settings.stages.split(",")
         for name in {s.model: 1, s.simulator: 1}:
             if name not in ("tiny", "scripted", "keyboard") and not name.startswith(("http://", "https://")):
-                check_model(name)
+                read_config(name)
         if {"collect", "evaluate"} & set(stages):
             self.server  # asked here for the first time
             if s.task == "frontend":
