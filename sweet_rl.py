@@ -74,6 +74,7 @@ from simulator import (
     LLMSimulator,
     ScriptedDesigner,
     ScriptedSimulator,
+    SeeingChatModel,
     ServerSimulator,
     chat_prompt,
     end_ids,
@@ -117,6 +118,9 @@ class Settings:
     stylesheet: str = option("models", None, None, "frontend: file of the pages' stylesheet, for a machine without network")
     embedding: str = option(
         "models", "pixels", "openai/clip-vit-base-patch32", "frontend: CLIP model that compares pictures, or pixels (ours)"
+    )
+    critic_model: str = option(
+        "models", None, None, "frontend: a vision-language model as the critic, with a head; it reads c as a picture (the paper's)"
     )
     # data
     tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset", {"paper": None})
@@ -216,6 +220,10 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
     if not 0 < s.turn_fraction <= 1:
         raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
+    if s.critic_model:
+        if s.task != "frontend":
+            raise InputError("--critic-model: expected with --task frontend only, a function has no picture")
+        s.critic = "value" if s.critic == "value" else "regression"
     if s.no_normalize and s.critic != "logprob":
         raise InputError(f"--no-normalize: expected with --critic logprob only, a {s.critic} head has no 1/L")
     if given.tasks and not given.trajectories:
@@ -483,6 +491,7 @@ class Branch:
 
     prompts: list[list[int]]
     actions: list[list[int]]
+    picture: dict[str, Tensor] | None = None  # c, for a critic that sees
 
     def __len__(self) -> int:
         return len(self.prompts[-1]) + len(self.actions[-1])
@@ -523,6 +532,42 @@ class Encoder:
         """Several candidates for one turn."""
         prompt = self.prompt(history, hint)
         return [Branch([prompt], [self.action(action)]) for action in actions]
+
+
+class SeeingEncoder(Encoder):
+    """For a vision-language critic (Qwen2-VL and its like): c is a page, and its picture is what stands in the prompt."""
+
+    def __init__(self, chat: SeeingChatModel, stylesheet: str | None):
+        super().__init__(chat.tokenizer, chat.ends)
+        self.image_processor, self.stylesheet = chat.image_processor, stylesheet
+        config = chat.model.config
+        ids = [config.vision_start_token_id, config.image_token_id, config.vision_end_token_id]
+        self.start, self.sign, self.stop = chat.tokenizer.convert_ids_to_tokens(ids)
+
+    def picture(self, page: str) -> dict[str, Tensor]:
+        """pixel_values (patches, D) and image_grid_thw (1, 3) of a page."""
+        return dict(self.image_processor(colbench.render([page], self.stylesheet), return_tensors="pt"))
+
+    def dialogue(self, messages: list[Message], hint: str | None = None) -> Branch:
+        seen = self.picture(hint or "")  # without a hint a black one
+        return self.with_picture([super().dialogue(self.unsigned(messages), self.signs(seen))], seen)[0]
+
+    def candidates(self, history: list[Message], actions: list[Message], hint: str | None = None) -> list[Branch]:
+        seen = self.picture(hint or "")
+        return self.with_picture(super().candidates(self.unsigned(history), self.unsigned(actions), self.signs(seen)), seen)
+
+    def signs(self, seen: dict[str, Tensor]) -> str:
+        """What stands for a picture in a text: one token for each of its vectors."""
+        count = int(seen["image_grid_thw"].prod()) // self.image_processor.merge_size**2
+        return self.start + self.sign * count + self.stop
+
+    def unsigned(self, messages: list[Message]) -> list[Message]:
+        """The messages without that token, which anybody may have written."""
+        return [{k: v.replace(self.sign, "") if isinstance(v, str) else v for k, v in m.items()} for m in messages]
+
+    @staticmethod
+    def with_picture(branches: list[Branch], seen: dict[str, Tensor]) -> list[Branch]:
+        return [dataclasses.replace(branch, picture=seen) for branch in branches]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -615,8 +660,12 @@ def pad(rows: list[list[int]], value: int) -> Tensor:
 LOGITS_AT_ONCE = 2**26  # float32 logits in memory at a time: 256 MB
 
 
-def hidden_states(model, packed: Packed) -> Tensor:
-    """The last hidden state of every node, (B, N, H)."""
+def hidden_states(model, packed: Packed, pictures: list[dict[str, Tensor]] | None = None) -> Tensor:
+    """The last hidden state of every node, (B, N, H); with a picture in each row where the model sees."""
+    if pictures:
+        seen = {name: torch.cat([picture[name] for picture in pictures]).to(packed.input_ids.device) for name in pictures[0]}
+        kinds = (packed.input_ids == model.config.image_token_id).int()  # (B, N) 1 where the picture is
+        return model.model(input_ids=packed.input_ids, mm_token_type_ids=kinds, use_cache=False, **seen).last_hidden_state
     arguments = tree_arguments(model.config, packed)
     return model.get_decoder()(input_ids=packed.input_ids, use_cache=False, **arguments).last_hidden_state
 
@@ -673,20 +722,21 @@ def takes_trees(model) -> bool:
 
 
 class HeadCritic(torch.nn.Module):
-    """Ablation: a linear head on the mean last hidden state of [c, o_t, a_t], one value a turn."""
+    """A linear head on the mean last hidden state of [c, o_t, a_t], one value a turn: an ablation, and the paper's critic
+    for frontend design, whose model sees."""
 
     file = "head.safetensors"  # in the model's folder
 
-    def __init__(self, model):
+    def __init__(self, model, image_processor=None):
         super().__init__()
-        self.model, self.config = model, model.config
-        self.head = torch.nn.Linear(model.config.hidden_size, 1, device=model.device)
+        self.model, self.config, self.image_processor = model, model.config, image_processor
+        self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
         torch.nn.init.zeros_(self.head.weight), torch.nn.init.zeros_(self.head.bias)
-        self.takes_trees = takes_trees(model)
+        self.takes_trees = not image_processor and takes_trees(model)  # a picture has positions of its own
 
-    def turn_values(self, packed: Packed) -> Tensor:
+    def turn_values(self, packed: Packed, pictures: list[dict[str, Tensor]] | None = None) -> Tensor:
         """Each turn's value at each of its tokens, float32, (R, T), so that a mean over them is the value; 0 elsewhere."""
-        values = self.head(hidden_states(self.model, packed)).float()  # (B, N, 1)
+        values = self.head(hidden_states(self.model, packed, pictures)).float()  # (B, N, 1)
         causal = torch.ones(values.shape[1], values.shape[1], dtype=torch.bool, device=values.device).tril()
         sees = causal if packed.mask is None else packed.mask[:, 0]  # (B, N, N), of a turn's last token [c, o_t, a_t]
         means = (sees * values.mT).sum(2) / sees.sum(-1)  # (B, N), the head's values of the means, as it is linear
@@ -694,11 +744,13 @@ class HeadCritic(torch.nn.Module):
 
     def save_pretrained(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+        if self.image_processor:
+            self.image_processor.save_pretrained(folder)
         save_file(self.head.state_dict(), Path(folder) / self.file)
 
     @classmethod
-    def load(cls, model, folder: Path) -> "HeadCritic":
-        critic = cls(model)
+    def load(cls, model, folder: Path, image_processor=None) -> "HeadCritic":
+        critic = cls(model, image_processor)
         try:
             critic.head.load_state_dict(load_file(folder / cls.file))
         except Exception as error:
@@ -919,7 +971,11 @@ class Trainer:
             print(f"  a row of {width} tokens, and the model looks back {window}: from now on a history is computed for each")
             model.takes_trees, packed = False, pack(groups, self.device, plain=True)
         with self.autocast():
-            found = model.turn_values(packed) if isinstance(model, HeadCritic) else log_probs(model, packed)
+            if isinstance(model, HeadCritic):
+                seen = [b.picture for branches in groups for b in branches for _ in b.prompts if b.picture]  # one a row
+                found = model.turn_values(packed, seen)
+            else:
+                found = log_probs(model, packed)
         return found, packed.turn_ids
 
     @torch.no_grad()
@@ -1016,7 +1072,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
     "critic": (
         "critic",
         (
-            *("critic", "no_hint", "no_normalize", "critic_beta", "critic_nll", "critic_lr", "critic_epochs"),
+            *("critic", "critic_model", "no_hint", "no_normalize", "critic_beta", "critic_nll", "critic_lr", "critic_epochs"),
             *("batch_size", "max_length", "lora"),
         ),
         ("base", "trajectory_pairs.jsonl"),
@@ -1245,6 +1301,19 @@ class Sweet:
             model = HeadCritic.load(model, self.run.path(product))
         return model, tokenizer, encoder
 
+    def critic_model(self, train: bool = False):
+        """(model, tokenizer, encoder) of the critic, or of what it starts from."""
+        s, path = self.settings, self.run.path("critic")
+        if not s.critic_model:
+            return self.model("base", train=True) if train else self.model("critic")
+        model, tokenizer = load_model(s.critic_model if train else str(path), self.device, torch.float32 if train else self.dtype, True)
+        encoder = SeeingEncoder(SeeingChatModel(model, tokenizer), s.stylesheet)
+        if not train:
+            model = HeadCritic.load(model, path, encoder.image_processor)
+        elif model.supports_gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        return model, tokenizer, encoder
+
     @functools.cached_property
     def frozen_base(self) -> tuple:
         """(model, tokenizer) of the base, loaded once for all adapters."""
@@ -1425,13 +1494,13 @@ class Sweet:
 
     def train_on_pairs(self, path: Path, file: str, objective: Objective, hint: bool, lr, epochs, head=False) -> None:
         """Train a copy of the base on a file of dialogue pairs, with or without c, with or without a head."""
-        model, tokenizer, encoder = self.model("base", train=True)
+        model, tokenizer, encoder = self.critic_model(train=True) if head else self.model("base", train=True)
         shape = DIALOGUE_PAIR | ({"ground_truth": str} if hint else {})
         examples = [
             Example([encoder.dialogue(row[side], row["ground_truth"] if hint else None) for side in ("chosen", "rejected")])
             for row in colbench.read_jsonl(self.run.path(file), shape, check_lists)
         ]
-        model = HeadCritic(model) if head else model
+        model = HeadCritic(model, getattr(encoder, "image_processor", None)) if head else model
         self.fit(path, model, tokenizer, examples, objective, lr, epochs, self.settings.batch_size, reference=not head)
 
     def fit(self, path, model, tokenizer, examples, objective, lr, epochs, batch_size, reference: bool) -> None:
@@ -1452,8 +1521,7 @@ class Sweet:
         trajectories = [t for t in self.trajectories(self.run.path("trajectories.jsonl")) if not t.failed]
         trajectories = trajectories[: math.ceil(s.turn_fraction * len(trajectories))]
         turns = [(t.task, turn.history) for t in trajectories for turn in t.turns]
-        model, tokenizer, encoder = self.model("base")
-        critic = self.model("critic")[0]
+        (model, tokenizer, _), (critic, _, encoder) = self.model("base"), self.critic_model()
         agent = self.agent(model, tokenizer)
 
         def rows(batch) -> list[dict]:
@@ -1478,7 +1546,7 @@ class Sweet:
 
     def chooser(self) -> colbench.Chooser:
         """Best-of-N: of a turn's candidates the one that the critic ranks first."""
-        (reference, _, encoder), critic = self.model("base"), self.model("critic")[0]
+        reference, (critic, _, encoder) = self.model("base")[0], self.critic_model()
 
         def choose(tasks, histories, candidates):
             scores = [row["advantages"] for row in self.scored_rows(critic, reference, encoder, tasks, histories, candidates)]
@@ -1568,9 +1636,9 @@ class Sweet:
         """What there is to show of each dialogue; with a critic, each agent message has its advantage."""
         scores = [[[None] * len(t.turns)] for t in trajectories]
         if self.run.path("critic").exists():
-            reference, _, encoder = self.model("base")
+            reference, (critic, _, encoder) = self.model("base")[0], self.critic_model()
             branches = [encoder.dialogue(self.with_system(t.dialogue), self.hint(t.task.ground_truth)) for t in trajectories]
-            scores = self.advantages(self.model("critic")[0], reference, [Example([branch]) for branch in branches])
+            scores = self.advantages(critic, reference, [Example([branch]) for branch in branches])
         shown = []
         for trajectory, (turns,) in zip(trajectories, scores, strict=True):
             messages, advantages = colbench.visible(trajectory.dialogue), iter(turns)

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import copy
 import functools
 import http.server
 import io
@@ -420,3 +421,60 @@ def test_another_kind_of_seeing_model_is_one_line(qwen, clip, monkeypatch):
     monkeypatch.setattr(qwen[0], "name_or_path", clip)
     with pytest.raises(InputError, match="expected Qwen2-VL"):
         LLMSimulator(*qwen, FRONTEND_HUMAN_PROMPT, 2, two_pictures)
+
+
+# ------------------------------------------------------------------------------------------ a critic that sees
+ASK, SAID = {"role": "user", "content": "a page"}, {"role": "assistant", "content": "no <|image_pad|> page"}
+CRITIC_DIALOGUE = [{"role": "system", "content": "design."}, ASK, SAID, {"role": "user", "content": "blue"}, SAID]
+
+
+@pytest.fixture
+def seeing_critic(browser, qwen):
+    chat = SeeingChatModel(*qwen)
+    critic = sweet_rl.HeadCritic(copy.deepcopy(qwen[0]), chat.image_processor)
+    torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
+    return critic.eval(), sweet_rl.SeeingEncoder(chat, None)
+
+
+def test_a_seeing_critic_values_a_turn_by_the_mean_of_all_it_has_read(seeing_critic):
+    critic, encoder = seeing_critic
+    branch = encoder.dialogue(CRITIC_DIALOGUE, GREEN.format("c"))
+    group = [branch, encoder.dialogue(CRITIC_DIALOGUE[:3], GREEN.format("other"))]
+    packed = sweet_rl.pack([group], plain=True)
+    with torch.no_grad():
+        values = critic.turn_values(packed, [b.picture for b in group for _ in b.prompts])
+        for turn, (prompt, action) in enumerate(zip(branch.prompts, branch.actions)):
+            ids = torch.tensor([prompt + action])
+            kinds = (ids == critic.config.image_token_id).int()
+            hidden = critic.model.model(input_ids=ids, mm_token_type_ids=kinds, **branch.picture).last_hidden_state
+            assert kinds.sum() == branch.picture["image_grid_thw"].prod() // 4  # what the message said of pictures is none
+            wanted = critic.head(hidden.mean(1)).item()
+            assert values[0][packed.turn_ids[0] == turn].tolist() == pytest.approx([wanted] * len(action), abs=1e-4)
+
+
+def test_a_run_whose_critic_sees(seeing_critic, qwen, tmp_path, capsys):
+    """It trains, is saved, loaded, and ranks candidates by what the reference looks like."""
+    encoder, out = seeing_critic[1], tmp_path / "out"
+    tokenizer = sweet_rl.tiny_tokenizer("frontend")
+    sweet_rl.save_model(sweet_rl.tiny_model(tokenizer), tokenizer, out / "base")
+    (task,) = colbench.miniature_page_tasks("train", 1)
+    page = {"role": "assistant", "content": task.ground_truth}
+    pair = {"chosen": [*CRITIC_DIALOGUE[:2], page], "rejected": CRITIC_DIALOGUE, "ground_truth": task.ground_truth}
+    colbench.write_jsonl(out / "trajectory_pairs.jsonl", [pair] * 2)
+    colbench.save_trajectories(out / "trajectories.jsonl", [colbench.Trajectory(task, [ASK, page], task.ground_truth, 1.0)])
+    flags = ["--task", "frontend", "--critic-model", qwen[0].name_or_path, "--stages", "critic,candidates", "--methods", "sweet"]
+    flags += ["--candidates", "2", "--critic-epochs", "3", "--critic-lr", "1e-3", "--max-length", "4000", "--out", str(out)]
+    assert sweet_rl.main(flags) == 0, capsys.readouterr().err
+    (row,) = colbench.read_jsonl(out / "candidates.jsonl", {"advantages": list})
+    assert len(row["advantages"]) == 2 and row["advantages"][0] != row["advantages"][1]
+    sweet = sweet_rl.Sweet(sweet_rl.parse_settings(flags))
+    critic = sweet.critic_model()[0]
+    messages = sweet_rl.candidate_messages(row)
+    for reference, same in ((task.ground_truth, True), (GREEN.format("another"), False)):
+        scores = sweet.advantages(critic, None, [sweet_rl.Example(encoder.candidates(row["messages"], messages, reference))])
+        assert ([score[0] for score in scores[0]] == pytest.approx(row["advantages"], abs=1e-6)) == same
+
+
+def test_only_a_page_has_a_picture(capsys):
+    assert sweet_rl.main(["--critic-model", "somewhere"]) == 2
+    assert "--critic-model: expected with --task frontend only" in capsys.readouterr().err
