@@ -1617,8 +1617,9 @@ def check_lists(row: dict, where: str) -> None:
         if row.get(name) == []:
             raise InputError(f"{where}, {name!r}: expected at least one, found an empty list")
     for side in ("chosen", "rejected"):
-        if side in row and row[side][-1]["role"] != "assistant":
-            raise InputError(f"{where}, {side!r}: expected the agent's message at the end, found the {row[side][-1]['role']}'s")
+        messages = row.get(side, [])[-1 if "prompt" in row else 0 :]  # a dialogue may end with a human who leaves
+        if messages and not any(message["role"] == "assistant" for message in messages):
+            raise InputError(f"{where}, {side!r}: expected a message of the agent, found none")
     lengths = [len(row[name]) for name in ("candidates", "advantages", "truncated") if row.get(name)]
     if len(set(lengths)) > 1:
         raise InputError(f"{where}: expected as many advantages as candidates, found lists of {lengths}")

@@ -25,7 +25,7 @@ READERS = {  # a file: its rows, what reads it
         lambda sweet, path: (sweet.pairs(sweet.run.path("made")), sweet.rft(path)),
     ),
     "trajectory_pairs.jsonl": (
-        [{"chosen": [SYSTEM, REQUEST, QUESTION], "rejected": [SYSTEM, REQUEST, CUT], "ground_truth": "x"}],
+        [{"chosen": [SYSTEM, REQUEST, QUESTION], "rejected": [SYSTEM, REQUEST, CUT, REQUEST], "ground_truth": "x"}],
         lambda sweet, path: (sweet.critic(path), sweet.multi_turn_dpo(path)),
     ),
     "candidates.jsonl": ([RANKED], lambda sweet, path: sweet.turn_pairs(sweet.run.path("made"))),
