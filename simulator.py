@@ -488,7 +488,7 @@ class KeyboardSimulator:
         replies = []
         for task, dialogue in zip(tasks, dialogues, strict=True):
             if len(dialogue) == 2:
-                print(f"\nYou want this function, and asked: {task.problem_description}\n\n{task.ground_truth}\n")
+                print(f"\nYou want this, and asked: {task.problem_description}\n\n{task.ground_truth}\n")
             print(f"Agent: {dialogue[-1]['content']}")
             try:
                 replies.append(input("You:   ") or "I don't know.")
