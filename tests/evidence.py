@@ -45,6 +45,7 @@ VARIANTS = {  # kinds of critic, with the learning rates that `search` found whe
 }
 RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3", "1e-2")
 BEST_OF = (2, 4, 8, 16, 32)
+SIZES = [225, 450, 900, 1800]  # offline dialogues
 LARGER = {"hidden_size": 128, "layers": 4}  # 0.85 M parameters, 5.5 times the smaller one's
 
 
@@ -279,7 +280,7 @@ def run_zero_shot(out: Path, seed: int) -> float:
 
 def figure3b(out: Path, seeds: range) -> None:
     """Success against the number of offline dialogues, each size a part of the next."""
-    sizes = {size: [figures_at(out, seed, size) for seed in seeds] for size in (225, 450, 900, 1800)}
+    sizes = {size: [figures_at(out, seed, size) for seed in seeds] for size in SIZES}
     zero = [figures_of(folder(out, seed))["zero-shot"] for seed in seeds]
     for how, pick in (("sampled", lambda f: f["success"]), ("greedy", lambda f: f["greedy"]["success"])):
         curves = {
@@ -289,6 +290,9 @@ def figure3b(out: Path, seeds: range) -> None:
         rows = [[method, *map(mean_interval, curve)] for method, curve in curves.items()]
         table([f"success %, {how}, by offline dialogues", "0", *map(str, sizes)], rows)
         chart(out / f"figure3b-{how}.svg", f"success %, {how}, by offline dialogues", [0, *sizes], curves)
+    print(f"with {SIZES[-1]} dialogues")
+    most = {method: [f[method] for f in sizes[SIZES[-1]]] for method in ("rft", "mt-dpo", "sweet")}
+    difference_table(most, [("sweet", "mt-dpo"), ("sweet", "rft"), ("mt-dpo", "rft")])
     print("paper at 15,000: SWEET 40.4, Multi-Turn DPO 34.4, RFT 28.2; SWEET starts below Multi-Turn DPO at 3,000")
 
 
@@ -486,11 +490,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default="out/evidence")
     parser.add_argument("--seeds", type=int, help="how many warm starts, from seed 0 on")
     parser.add_argument("--world", type=int, default=0)
+    parser.add_argument("--sizes", help="of figure3b: numbers of offline dialogues, by commas")
     given = parser.parse_args()
     command, seeds = COMMANDS[given.what]
     out = given.out / f"world{given.world}"
     out.mkdir(parents=True, exist_ok=True)
     deal_world(given.world)
+    SIZES[:] = map(int, given.sizes.split(",")) if given.sizes else SIZES
     command(out, range(given.seeds or seeds))
 
 
