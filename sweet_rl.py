@@ -1455,17 +1455,10 @@ class Sweet:
             self.tasks("train")
 
     # --- stage 2
-    def groups(self) -> list[list[Trajectory]]:
-        """The dialogues that have a reward and a message of the agent, task by task."""
-        by_task: dict[str, list[Trajectory]] = {}
-        for t in self.trajectories(self.run.path("trajectories.jsonl")):
-            if t.reward is not None and t.turns:
-                by_task.setdefault(t.task.problem_description + t.task.ground_truth, []).append(t)
-        return list(by_task.values())
-
     def pairs(self, path: Path) -> None:
         """Better against worse dialogue of a task: which two make a pair is the benchmark's."""
-        pairs = [[(group[i], group[j]) for i, j in self.benchmark.preferred([t.reward for t in group])] for group in self.groups()]
+        groups = task_groups(self.trajectories(self.run.path("trajectories.jsonl")))
+        pairs = [[(group[i], group[j]) for i, j in self.benchmark.preferred([t.reward for t in group])] for group in groups]
         rows = [
             {
                 "chosen": self.with_system(better.dialogue),
@@ -1613,8 +1606,9 @@ class Sweet:
         """Baseline: the likelihood of the agent's tokens in successful dialogues."""
         s = self.settings
         model, tokenizer, encoder = self.model("base", train=True)
-        chosen = [group[i] for group in self.groups() for i in self.benchmark.good([t.reward for t in group])]
-        good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in chosen]
+        trajectories = self.trajectories(self.run.path("trajectories.jsonl"))
+        chosen = {id(group[i]) for group in task_groups(trajectories) for i in self.benchmark.good([t.reward for t in group])}
+        good = [Example([encoder.dialogue(self.with_system(t.dialogue))]) for t in trajectories if id(t) in chosen]
         if not good:
             raise InputError(f"{self.run.path('trajectories.jsonl')}: no successful dialogue to fine-tune on")
         objective = likelihood_objective(mean_tokens(good))
@@ -1689,6 +1683,15 @@ def check_lists(row: dict, where: str) -> None:
     lengths = [len(row[name]) for name in ("candidates", "advantages", "truncated") if row.get(name)]
     if len(set(lengths)) > 1:
         raise InputError(f"{where}: expected as many advantages as candidates, found lists of {lengths}")
+
+
+def task_groups(trajectories: list[Trajectory]) -> list[list[Trajectory]]:
+    """The dialogues that have a reward and a message of the agent, task by task."""
+    by_task: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        if t.reward is not None and t.turns:
+            by_task.setdefault(t.task.problem_description + t.task.ground_truth, []).append(t)
+    return list(by_task.values())
 
 
 def candidate_messages(row: dict) -> list[Message]:
