@@ -3,9 +3,12 @@
 import base64
 import contextlib
 import copy
+import dataclasses
 import functools
 import http.server
 import io
+import json
+import random
 import signal
 import subprocess
 import sys
@@ -26,7 +29,7 @@ import colbench
 import sweet_rl
 from colbench import FRONTEND_HUMAN_PROMPT, InputError, Task, page_in, render
 from colbench import clip_embedding, cosine_rewards, pixel_embedding, websight_tasks
-from simulator import ChatServer, LLMSimulator, SeeingChatModel, ServerSimulator, chat_prompt, page_pictures
+from simulator import ChatServer, LLMSimulator, ScriptedDesigner, SeeingChatModel, ServerSimulator, chat_prompt, page_pictures
 from test_simulator import server
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -478,3 +481,27 @@ def test_a_run_whose_critic_sees(seeing_critic, qwen, tmp_path, capsys):
 def test_only_a_page_has_a_picture(capsys):
     assert sweet_rl.main(["--critic-model", "somewhere"]) == 2
     assert "--critic-model: expected with --task frontend only" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------ a whole run, small
+def test_a_small_run_from_dialogues_to_the_report(browser, monkeypatch, tmp_path, capsys):
+    small = dataclasses.replace(sweet_rl.MINIATURES["frontend"], warm_up_tasks=60)
+    monkeypatch.setitem(sweet_rl.MINIATURES, "frontend", small)
+    monkeypatch.setattr(sweet_rl, "WARM_UP_EPOCHS", 1)
+    rng, tasks = random.Random(0), colbench.miniature_page_tasks("train", 4)
+    author = lambda histories: [colbench.Action(sweet_rl.scripted_designer(h, None, rng, False)) for h in histories]  # noqa: E731
+    played = colbench.rollout(author, ScriptedDesigner().reply, tasks * 2, 10, colbench.final_page, 1000)
+    colbench.save_trajectories(tmp_path / "offline.jsonl", played)
+    flags = ["--task", "frontend", "--trajectories", str(tmp_path / "offline.jsonl"), "--num-tasks", "4", "--candidates", "2"]
+    flags += ["--max-new-tokens", "12", "--out", str(tmp_path / "out")]
+    assert sweet_rl.main(flags) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert "cosine x 100" in printed and "win rate %" in printed
+    methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert list(methods) == list(sweet_rl.METHODS) and methods["zero-shot"]["win_rate"] == 0.5
+    rewards = [t.reward for t in colbench.load_trajectories(tmp_path / "out" / "trajectories.jsonl", colbench.BENCHMARKS["frontend"].task_fields)]
+    assert rewards == cosine_rewards(tasks * 2, [t.answer for t in played], pixel_embedding) and len(set(rewards)) > 2
+    assert (tmp_path / "out" / "report.html").read_text().count("data:image/png;base64,") == 4 * 3
+    other = ["--against", str(tmp_path / "out" / "eval_sweet_greedy.jsonl"), "--methods", "sweet"]
+    assert sweet_rl.main([*flags, *other]) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["methods"]["sweet"]["greedy"]["win_rate"] == 0.5
