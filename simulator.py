@@ -348,21 +348,46 @@ class ChatServer:
 
     def chat(self, messages: list[Message], temperature: float, max_tokens: int, n: int = 1) -> list[Action]:
         """`n` replies to one conversation, or as many Failures; after three rounds of nothing else the server is not asked."""
-        body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "n": n}
+        body = {"model": self.model, "messages": messages, "temperature": temperature, "max_tokens": max_tokens}
         try:
             if self.failures >= 3 * self.parallel:
                 raise InputError(f"the server {self.url} is given up: {self.failures} conversations in a row have failed")
-            read = lambda answer: [completion(answer["choices"][i]) for i in range(n)]  # noqa: E731
-            actions = self.request("POST", "/chat/completions", read, f"{n} choices[].message.content", body)
+            actions = self.choices(body, n)
             self.failures = 0
             return actions
         except InputError as error:
             self.failures += 1
             return [Action(Failure(error))] * n
 
+    def choices(self, body: dict, n: int) -> list[Action]:
+        """`n` replies: from one answer, one by one where the server refuses that, the missing ones where it sends fewer."""
+        read = lambda answer: [completion(choice) for choice in answer["choices"][:n] or [{}]]  # noqa: E731
+        try:
+            found = self.request("POST", "/chat/completions", read, f"{n} choices[].message.content", body | {"n": n})
+        except InputError:
+            if n == 1:
+                raise
+            return [action for _ in range(n) for action in self.choices(body, 1)]
+        return found + self.choices(body, n - len(found)) if len(found) < n else found
+
     def chat_many(self, conversations: list[list[Message]], **settings) -> list[list[Action]]:
         """`chat` for many conversations at once, answers in order."""
         return in_threads(lambda messages: self.chat(messages, **settings), conversations, self.parallel)
+
+
+class ServerAgent:
+    """A model behind a URL as an agent, called like a ChatModel.  What its template made of a prompt only it knows."""
+
+    def __init__(self, server: ChatServer, system: str, temperature: float = 1.0, max_new_tokens: int = 1024):
+        self.server, self.system, self.temperature, self.max_new_tokens = server, system, temperature, max_new_tokens
+
+    def __call__(self, histories: list[list[Message]]) -> list[Action]:
+        return [samples[0] for samples in self.sample(histories, 1)]
+
+    def sample(self, histories: list[list[Message]], n: int) -> list[list[Action]]:
+        """`n` actions for each history, or as many Failures."""
+        conversations = [[{"role": "system", "content": self.system}, *visible(history)] for history in histories]
+        return self.server.chat_many(conversations, temperature=self.temperature, max_tokens=self.max_new_tokens, n=n)
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import colbench
-from colbench import InputError, Message, Task, Trajectory
+from colbench import Failure, InputError, Message, Task, Trajectory
 from simulator import (
     ChatModel,
     ChatServer,
@@ -75,6 +75,7 @@ from simulator import (
     ScriptedDesigner,
     ScriptedSimulator,
     SeeingChatModel,
+    ServerAgent,
     ServerSimulator,
     chat_prompt,
     end_ids,
@@ -113,6 +114,8 @@ class Settings:
         "models", None, None, "train adapters of this rank over a frozen base (ours; chosen where training all weights does not fit)"
     )
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
+    agent: str = option("models", None, None, "URL of a server that plays the untouched agent, candidates too, in place of --model")
+    agent_model: str = option("models", None, None, "model name to ask an --agent URL for (default: its first)")
     agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
     human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
     stylesheet: str = option("models", None, None, "frontend: file of the pages' stylesheet, for a machine without network")
@@ -236,6 +239,9 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
+    for url in (s.agent, s.simulator):
+        if "://" in (url or ""):
+            ChatServer(url, "not asked yet")  # an address with a key in it is refused before it is written anywhere
     for name in ("critic_lr", "actor_lr", "rft_lr", "mt_dpo_lr") if s.lora else ():
         if getattr(given, name) is None:
             setattr(s, name, s.lora_lr)
@@ -1060,12 +1066,13 @@ def warm_cosine(step: int, steps: int) -> float:
 # ---------------------------------------------------------------------------------------------------------
 # 7. The run: which file is made from what, and what is there already
 MODEL_SETTINGS = ("task", "model", "seed")
+AGENT_SETTINGS = ("agent", "agent_model")
 ROLLOUT_SETTINGS = ("max_turns", "max_new_tokens", "agent_prompt", "embedding", "stylesheet")
 PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: stage, settings, what it is made from
     "base": ("collect", MODEL_SETTINGS, ()),
     "trajectories.jsonl": (
         "collect",
-        ("trajectories", "train_tasks", "num_tasks", "dialogues", "simulator", "human_prompt", *ROLLOUT_SETTINGS),
+        ("trajectories", "train_tasks", "num_tasks", "dialogues", "simulator", "human_prompt", *AGENT_SETTINGS, *ROLLOUT_SETTINGS),
         ("base",),
     ),
     "trajectory_pairs.jsonl": ("pairs", (), ("trajectories.jsonl",)),
@@ -1079,7 +1086,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
     ),
     "candidates.jsonl": (
         "candidates",
-        ("candidates", "turn_fraction", "max_new_tokens"),
+        ("candidates", "turn_fraction", "max_new_tokens", *AGENT_SETTINGS),
         ("base", "trajectories.jsonl", "critic"),
     ),
     "turn_pairs.jsonl": ("turn-pairs", ("pairs_per_turn",), ("candidates.jsonl",)),
@@ -1098,8 +1105,9 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
 AGENTS = {"single-turn": "base", "zero-shot": "base", "rft": "rft", "mt-dpo": "mt-dpo", "sweet": "actor"}
 EVAL_SETTINGS = ("tasks", "num_tasks", "simulator", "human_prompt", *ROLLOUT_SETTINGS)
 for method, agent in AGENTS.items():
-    PRODUCTS[f"eval_{method}.jsonl"] = ("evaluate", (*EVAL_SETTINGS, "best_of"), (agent,))
-    PRODUCTS[f"eval_{method}_greedy.jsonl"] = ("evaluate", EVAL_SETTINGS, (agent,))
+    names = EVAL_SETTINGS + AGENT_SETTINGS * (agent == "base")
+    PRODUCTS[f"eval_{method}.jsonl"] = ("evaluate", (*names, "best_of"), (agent,))
+    PRODUCTS[f"eval_{method}_greedy.jsonl"] = ("evaluate", names, (agent,))
 
 
 def inputs_of(product: str, s: Settings) -> tuple[str, ...]:
@@ -1211,8 +1219,8 @@ class Run:
         """Where the training of a product stands, if it was interrupted."""
         return Checkpoint(self.path(f"{product}.checkpoint"), self.shape_digest(product))
 
-    def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list[dict]]) -> None:
-        """Write one row per item to a JSONL file, a batch at a time, each batch from a seed of its own.
+    def rows_by_batch(self, path: Path, items: list, size: int, make_rows: Callable[[list], list]) -> None:
+        """Write one row per item, or an empty line for None, to a JSONL file, a batch at a time, each from a seed of its own.
 
         After an interruption the finished batches are kept, and the open one is played again from its seed.
         """
@@ -1225,7 +1233,7 @@ class Run:
             torch.manual_seed(seed_of(self.settings.seed, path.name, start))
             rows = make_rows(items[start : start + size])
             with colbench.writing(part), open(part, "ab") as file:
-                file.writelines(map(colbench.json_line, rows))
+                file.writelines(b"\n" if row is None else colbench.json_line(row) for row in rows)
         os.replace(part, path)
 
     def log(self, history: list[dict]) -> None:
@@ -1328,9 +1336,28 @@ class Sweet:
         """c as the critic reads it: not at all with --no-hint."""
         return None if self.settings.no_hint else ground_truth
 
-    def agent(self, model, tokenizer, temperature=1.0, system=None) -> ChatModel:
+    def agent(self, model, tokenizer, temperature=1.0, system=None) -> ChatModel | ServerAgent:
+        """The agent that a model plays; without one, --agent's server."""
         s = self.settings
+        if model is None:
+            return ServerAgent(self.agent_server, system or self.system, temperature, s.max_new_tokens)
         return ChatModel(model, tokenizer, system or self.system, temperature, s.max_new_tokens, s.generate_batch)
+
+    def players(self, product: str, temperature=1.0, system=None) -> tuple:
+        """(agent, human) of a dialogue: a product's model, with --agent the server for the base, and its human."""
+        served = product == "base" and self.settings.agent
+        model, tokenizer, _ = (None, None, None) if served else self.model(product)
+        return self.agent(model, tokenizer, temperature, system), self.human(product, model, tokenizer)
+
+    @functools.cached_property
+    def agent_server(self) -> ChatServer:
+        """The server that plays the agent, asked here for the first time: for a whole message, as it will be."""
+        s = self.settings
+        server = ChatServer(s.agent, s.agent_model)
+        (action,) = ServerAgent(server, self.system, 1.0, s.max_new_tokens)([[{"role": "user", "content": "hi"}]])
+        if isinstance(action.text, Failure):
+            raise InputError(f"--agent: {action.text}")
+        return server
 
     @functools.cached_property
     def server(self) -> ChatServer | None:
@@ -1350,7 +1377,7 @@ class Sweet:
             return ServerSimulator(self.server, self.human_prompt, pictures)
         if s.simulator != s.model or pictures:
             model, tokenizer = load_model(s.simulator, self.device, self.dtype, sees=bool(pictures))
-        elif agent_product != "base":
+        elif agent_product != "base" or model is None:
             model, tokenizer, _ = self.model("base")
         return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch, pictures)
 
@@ -1424,8 +1451,7 @@ class Sweet:
             colbench.write_jsonl(path, self.rewarded_rows(trajectories))
             return
         tasks = self.tasks("train")
-        model, tokenizer, _ = self.model("base")
-        self.play(path, tasks * s.dialogues, self.agent(model, tokenizer), self.human("base", model, tokenizer), s.max_turns)
+        self.play(path, tasks * s.dialogues, *self.players("base"), s.max_turns)
 
     def tasks(self, split: str) -> list[Task]:
         """Training or test tasks: generated ones, or the user's."""
@@ -1447,6 +1473,10 @@ class Sweet:
             self.server  # asked here for the first time
             if s.task == "frontend":
                 self.embed(colbench.render(["<html></html>"], s.stylesheet))
+        given = {"trajectories.jsonl"} if s.trajectories else set()
+        played = {name for name in wanted_products(s) if "agent" in PRODUCTS[name][1]} - given
+        if s.agent and not all(self.run.path(name).exists() for name in played):
+            self.agent_server  # likewise
         if s.tasks and "evaluate" in stages:
             self.tasks("test")
         if s.trajectories and "collect" in stages:
@@ -1515,13 +1545,19 @@ class Sweet:
         trajectories = trajectories[: math.ceil(s.turn_fraction * len(trajectories))]
         turns = [(t.task, turn.history) for t in trajectories for turn in t.turns]
         (model, tokenizer, _), (critic, _, encoder) = self.model("base"), self.critic_model()
-        agent = self.agent(model, tokenizer)
+        agent = self.agent(None if s.agent else model, tokenizer)
 
-        def rows(batch) -> list[dict]:
+        def rows(batch) -> list[dict | None]:
             tasks, histories = zip(*batch)
-            return self.scored_rows(critic, model, encoder, tasks, histories, agent.sample(histories, s.candidates))
+            rows = self.scored_rows(critic, model, encoder, tasks, histories, agent.sample(histories, s.candidates))
+            kept = [None if isinstance(row["candidates"][0], Failure) else row for row in rows]
+            if len(rows) > 1 and not any(kept):
+                raise InputError(f"{path}: no turn of a batch got candidates: {rows[0]['candidates'][0]}")
+            return kept
 
-        self.run.rows_by_batch(path, turns, max(1, s.generate_batch // s.candidates), rows)
+        self.run.rows_by_batch(path, turns, s.generate_batch if s.agent else max(1, s.generate_batch // s.candidates), rows)
+        if left_out := path.read_bytes().split(b"\n")[:-1].count(b""):
+            print(f"  {left_out} of {len(turns)} turns left out: the server gave no candidates")
 
     def scored_rows(self, critic, reference, encoder: Encoder, tasks, histories, candidates) -> list[dict]:
         """The candidates of each turn, a list of actions, with their advantages."""
@@ -1617,11 +1653,9 @@ class Sweet:
     # --- stage 7
     def evaluate(self, method: str, path: Path) -> None:
         """Play the held-out tasks, sampled at temperature 1 as in the paper, or greedy."""
-        s, product, choose = self.settings, AGENTS[method], None
-        model, tokenizer, _ = self.model(product)
+        s, choose = self.settings, None
         single, greedy = method == "single-turn", path.name.endswith("_greedy.jsonl")
-        agent = self.agent(model, tokenizer, 0.0 if greedy else 1.0, self.single_turn_system if single else None)
-        human = self.human(product, model, tokenizer)
+        agent, human = self.players(AGENTS[method], 0.0 if greedy else 1.0, self.single_turn_system if single else None)
         if s.best_of and not greedy:
             agent, choose = functools.partial(agent.sample, n=s.best_of), self.chooser()
         self.play(path, self.tasks("test"), agent, human, 1 if single else s.max_turns, choose)
@@ -1768,14 +1802,17 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
-        need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
+        if not s.agent:
+            need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
         need["their scores"] = [frozen + more, 0, forward(max(1, s.micro_batch // n), length), 0]
     if "evaluate" in stages or "collect" in stages and not s.trajectories:
-        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else more
+        served = s.agent and not ("evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")))
+        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else frozen if served else more
         if human and s.simulator != s.model:
             human = low * parameters(empty_model(s.simulator))
-        weights = frozen + human
-        need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
+        weights = human if served else frozen + human
+        if weights:
+            need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
     return need
 
 
