@@ -95,7 +95,8 @@ def option(group: str, tiny, paper, help: str, frontend: dict | None = None, **m
 
     `frontend` holds what is different there, by "tiny" and "paper".
     """
-    return field(default=None, metadata={"group": group, "tiny": tiny, "paper": paper, "help": help, "frontend": frontend or {}, **more})
+    given = {"group": group, "tiny": tiny, "paper": paper, "help": help, "frontend": frontend or {}}
+    return field(default=None, metadata=given | more)
 
 
 @dataclass
@@ -111,10 +112,10 @@ class Settings:
         "models", "scripted", None, "the human: scripted, keyboard, an HF model, or a URL (default: the untouched --model)"
     )
     lora: int = option(
-        "models", None, None, "train adapters of this rank over a frozen base (ours; chosen where training all weights does not fit)"
+        "models", None, None, "train adapters of this rank over a frozen base (ours; chosen where all weights do not fit)"
     )
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
-    agent: str = option("models", None, None, "URL of a server that plays the untouched agent, candidates too, in place of --model")
+    agent: str = option("models", None, None, "URL of a server that plays the untouched agent, candidates too")
     agent_model: str = option("models", None, None, "model name to ask an --agent URL for (default: its first)")
     agent_prompt: str = option("models", None, None, "file with the agent's system prompt")
     human_prompt: str = option("models", None, None, "file with the prompt of a human played by a model")
@@ -123,7 +124,7 @@ class Settings:
         "models", "pixels", "openai/clip-vit-base-patch32", "frontend: CLIP model that compares pictures, or pixels (ours)"
     )
     critic_model: str = option(
-        "models", None, None, "frontend: a vision-language model as the critic, with a head; it reads c as a picture (the paper's)"
+        "models", None, None, "frontend: vision-language model as the critic, with a head; it reads c as a picture (paper's)"
     )
     # data
     tasks: str = option("data", None, colbench.HUB_DATASET, "held-out tasks: JSONL file or hub dataset", {"paper": None})
@@ -171,7 +172,9 @@ class Settings:
     against: str = option("machine", None, None, "frontend: eval_*.jsonl file that win rates are against (default: zero-shot's)")
     stages: str = option("machine", ",".join(STAGES), ",".join(STAGES), "stages to run, by commas")
     device: str = option("machine", None, None, "cpu, cuda or mps (default: the best one there is)")
-    precision: str = option("machine", None, None, "float32 or bfloat16 compute; trained weights stay float32", choices=["float32", "bfloat16"])
+    precision: str = option(
+        "machine", None, None, "float32 or bfloat16 compute; trained weights stay float32", choices=["float32", "bfloat16"]
+    )
     micro_batch: int = option("machine", 64, 4, "dialogues or candidates in memory at once while training and scoring")
     generate_batch: int = option("machine", 1024, 32, "dialogues or candidates sampled at once")
     max_new_tokens: int = option("machine", 40, 1024, "longest message of the agent in tokens")
@@ -1314,7 +1317,8 @@ class Sweet:
         s, path = self.settings, self.run.path("critic")
         if not s.critic_model:
             return self.model("base", train=True) if train else self.model("critic")
-        model, tokenizer = load_model(s.critic_model if train else str(path), self.device, torch.float32 if train else self.dtype, True)
+        name, dtype = (s.critic_model, torch.float32) if train else (str(path), self.dtype)
+        model, tokenizer = load_model(name, self.device, dtype, sees=True)
         encoder = SeeingEncoder(SeeingChatModel(model, tokenizer), s.stylesheet)
         if not train:
             model = HeadCritic.load(model, path, encoder.image_processor)
@@ -1918,7 +1922,8 @@ def results(sweet: Sweet) -> dict:
             trajectories = sweet.trajectories(path)
             scored, failed = [t for t in trajectories if t.reward is not None], sum(t.failed is not None for t in trajectories)
             if not scored:
-                raise InputError(f"{path}: no dialogue has a reward, {failed} of {len(trajectories)} failed, of the others no reference runs")
+                why = f"{failed} of {len(trajectories)} failed, of the others no reference runs"
+                raise InputError(f"{path}: no dialogue has a reward, {why}")
             figures[name] = sweet.benchmark.figures([t.reward for t in scored], opponent_rewards(sweet, name, scored))
             figures[name] |= {"invalid": len(trajectories) - len(scored) - failed, "failed": failed}
         methods[method] = figures[""] | {"greedy": figures["_greedy"]}
