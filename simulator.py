@@ -5,6 +5,7 @@ Reading order
     2. ChatModel                  sampling from an HF model; n samples of one history share its prefill
        SeeingChatModel            a vision-language model, which reads pictures in a message too
     3. ChatServer                 the same from an OpenAI-compatible URL
+       ServerAgent                such a model as the agent
     4. Humans                     scripted, local model, server, keyboard: one call, `reply(tasks, dialogues)`
 
 The chat model and the server also play the agent, which is why they live on this side of sweet_rl.py.

@@ -1810,12 +1810,11 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
             need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
         need["their scores"] = [frozen + more, 0, forward(max(1, s.micro_batch // n), length), 0]
     if "evaluate" in stages or "collect" in stages and not s.trajectories:
-        served = s.agent and not ("evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")))
-        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else frozen if served else more
+        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else more
         if human and s.simulator != s.model:
             human = low * parameters(empty_model(s.simulator))
-        weights = human if served else frozen + human
-        if weights:
+        weights = frozen + human
+        if human or not s.agent or "evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
             need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
     return need
 

@@ -52,9 +52,10 @@ def test_a_missing_file_is_noticed_before_anything_is_trained(flag, tmp_path, ca
     assert not (tmp_path / "out" / "base").exists()
 
 
-def test_a_dead_server_is_noticed_before_anything_is_trained(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("flags", [["--simulator"], ["--agent"], ["--agent-model", "named", "--agent"]], ids=str)
+def test_a_dead_server_is_noticed_before_anything_is_trained(tmp_path, capsys, monkeypatch, flags):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    assert sweet_rl.main(["--simulator", "http://127.0.0.1:9/v1", "--out", str(tmp_path / "out")]) == 2
+    assert sweet_rl.main([*flags, "http://127.0.0.1:9/v1", "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert "http://127.0.0.1:9/v1" in error and error.count("\n") == 1
     assert not (tmp_path / "out" / "base").exists()

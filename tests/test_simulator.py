@@ -25,6 +25,7 @@ from simulator import (
     LLMSimulator,
     PromptedSimulator,
     ScriptedSimulator,
+    ServerAgent,
     ServerSimulator,
     chat_prompt,
     end_ids,
@@ -394,6 +395,51 @@ def test_a_cut_completion_is_marked():
     with server(lambda body, _: choice("x", "length" if body["max_tokens"] == 1 else "stop")) as (url, _):
         chat = ChatServer(url).chat
         assert chat([], 0.0, 1) == [Action("x", "", True)] and chat([], 0.0, 9) == [Action("x", "", False)]
+
+
+def numbered(count):
+    """An answer of so many choices, of which no two in a test are alike."""
+    return lambda number: {"choices": [choice(f"{number}.{i}")["choices"][0] for i in range(count)]}
+
+
+SENDS = {  # name: what is sent of n choices, and the n of each request for 5 actions
+    "all": (lambda n: numbered(n), [5]),
+    "more than asked for": (lambda n: numbered(n + 2), [5]),
+    "at most two": (lambda n: numbered(min(n, 2)), [5, 3, 1]),
+    "one": (lambda n: numbered(1), [5, 4, 3, 2, 1]),
+    "refuses several": (lambda n: numbered(1) if n == 1 else lambda _: (400, "n > 1"), [5, 1, 1, 1, 1, 1]),
+    "breaks several": (lambda n: numbered(1) if n == 1 else lambda _: (500, "n > 1"), [5] * 4 + [1] * 5),
+    "at most two, then refuses": (lambda n: numbered(n) if n < 3 else lambda _: (400, "n > 2"), [5, 1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("send, asked", SENDS.values(), ids=SENDS)
+def test_candidates_of_a_server_are_as_many_as_wanted(naps, send, asked):
+    with server(lambda body, number: send(body["n"])(number)) as (url, requests):
+        (actions,) = ServerAgent(ChatServer(url), "be brief").sample([dialogue()], 5)
+    assert [request["body"]["n"] for request in requests] == asked
+    assert len({action.text for action in actions}) == len(actions) == 5
+
+
+def test_a_server_as_agent():
+    """It reads the system prompt and what was seen of a dialogue, and nothing else of it."""
+    with server(lambda body, _: choice("what?", "length" if body["temperature"] else "stop")) as (url, requests):
+        agent = ServerAgent(ChatServer(url, "named"), "be brief", 1.0, 7)
+        history = [*dialogue(), {"role": "assistant", "content": "seen", "output": "SECRET OUTPUT: seen", "input": "SECRET"}]
+        assert agent([history]) == [Action("what?", "", True)]
+        agent.temperature = 0.0
+        assert agent([history] * 2) == [Action("what?")] * 2
+    messages = [{"role": "system", "content": "be brief"}, *dialogue(), {"role": "assistant", "content": "seen"}]
+    assert requests[0]["body"] == {"model": "named", "messages": messages, "temperature": 1.0, "max_tokens": 7, "n": 1}
+
+
+def test_one_history_that_fails_costs_no_other_its_candidates():
+    def answer(body, number):
+        return (400, "too long") if body["messages"][-1]["content"] == "odd" else numbered(3)(number)
+
+    with server(answer) as (url, _):
+        samples = ServerAgent(ChatServer(url), "").sample([dialogue(), dialogue("a", "odd"), dialogue()], 3)
+    assert [[isinstance(action.text, Failure) for action in actions] for actions in samples] == [[False] * 3, [True] * 3, [False] * 3]
 
 
 # ---------------------------------------------------------------------------------------------------------

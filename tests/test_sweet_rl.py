@@ -1020,6 +1020,29 @@ def test_best_of_n_takes_what_the_critic_ranks_first(sweet, monkeypatch, model, 
     assert asked == [("the critic", "the base", [("c of a", "a"), ("c of b", "b")])]
 
 
+@pytest.mark.parametrize(
+    "flags, method, loaded",
+    [
+        ([], "zero-shot", []),
+        ([], "single-turn", []),
+        ([], "mt-dpo", ["mt-dpo"]),
+        (["--model", "some/model", "--tasks", "t"], "zero-shot", ["base"]),  # to play the human
+    ],
+    ids=str,
+)
+def test_where_a_server_plays_no_model_is_loaded(tmp_path, monkeypatch, model, tokenizer, encoder, flags, method, loaded):
+    with server(lambda body, _: choice("x")) as (url, requests):
+        sweet, found, players = Sweet(settings("--agent", url, "--out", tmp_path, *flags)), [], []
+        monkeypatch.setattr(sweet, "model", lambda product: found.append(product) or (model, tokenizer, encoder))
+        monkeypatch.setattr(sweet, "play", lambda path, tasks, agent, human, *_: players.append(agent))
+        monkeypatch.setattr(sweet, "tasks", lambda split: [])
+        sweet.evaluate(method, tmp_path / f"eval_{method}_greedy.jsonl")
+    served = method != "mt-dpo"
+    assert found == loaded and len(requests) == served  # asked once, whether it answers
+    assert isinstance(players[0], simulator.ServerAgent) == served and players[0].temperature == 0
+    assert (players[0].system == sweet.single_turn_system) == (method == "single-turn")
+
+
 def test_a_line_of_metrics_is_first_and_last_tenth():
     history = [{"run": "x", "step": i, "loss": float(i), "lr": 1.0, "grad_norm": 1.0} for i in range(20)]
     assert sweet_rl.metrics_line(history) == "loss 0.500 -> 18.500"
@@ -1103,13 +1126,13 @@ def test_every_flag_is_explained(capsys):
 # ---------------------------------------------------------------------------------------------------------
 # The run: files, once made, and what shaped them
 def test_an_interrupted_file_goes_on_where_it_stopped(tmp_path):
-    """Batches of two: killed in the third, with half a record written; the same rows as without the break."""
+    """Batches of two: killed in the third, with half a record written; the same rows, none for item 1, as without the break."""
 
     def rows(batch):
         asked.append(batch)
         if stop and batch[0] == 4:
             raise KeyboardInterrupt
-        return [{"item": item, "dice": torch.rand(1).item()} for item in batch]
+        return [{"item": item, "dice": torch.rand(1).item()} if item != 1 else None for item in batch]
 
     files = []
     for name, broken in (("whole", False), ("broken", True)):
@@ -1125,7 +1148,7 @@ def test_an_interrupted_file_goes_on_where_it_stopped(tmp_path):
         run.rows_by_batch(path, list(range(7)), 2, rows)
         files.append(path.read_bytes())
     assert asked == [[4, 5], [6]] and files[0] == files[1]
-    assert [row["item"] for row in colbench.read_jsonl(path, {})] == list(range(7))
+    assert [row["item"] for row in colbench.read_jsonl(path, {})] == [0, 2, 3, 4, 5, 6]
     assert {file.name for file in run.out.iterdir()} == {"candidates.jsonl", ".lock"}
 
 
@@ -1395,6 +1418,56 @@ def test_what_is_missing_is_made_again_and_nothing_else(rerun):
     assert {name.split("/")[0] for name in changed} == {"actor", "eval_sweet.jsonl", "metrics.jsonl", "settings.json"}
 
 
+ALL_BUT_BASE = sorted((MADE | EVALS) - {".lock", "base", "settings.json"})
+
+
+def test_a_run_whose_agent_is_a_server(rerun):
+    """It plays the untouched agent and no other, and never reads c; a turn that it refuses candidates for is left out."""
+    refuses = lambda messages: messages[-1]["content"] != "hi"  # at first all but the question whether it answers  # noqa: E731
+
+    def answer(body, number):
+        choices = [choice(f"hm {number}.{i}")["choices"][0] for i in range(body["n"])]
+        return (400, "too long") if refuses(body["messages"]) else {"choices": choices}
+
+    def players(name):
+        turns = itertools.chain.from_iterable(t.turns for t in colbench.load_trajectories(rerun.out / name))
+        return {(turn.action["output"][:2] == "hm", turn.action["input"] == "") for turn in turns}
+
+    with server(answer) as (url, requests):
+        flags = ["--agent", url, "--agent-model", "gpt", "--methods", "single-turn,zero-shot,sweet", "--generate-batch", 2]
+        code, _, err = rerun(*flags, drop=ALL_BUT_BASE)
+        assert code == 2 and "candidates.jsonl: no turn of a batch got candidates" in err and err.count("\n") == 1
+        second = [user(TASKS[1].problem_description), agent("what is it?"), user("i do not know.")]
+        refuses = lambda messages: messages[1:] == second  # noqa: E731
+        code, out, err = rerun(*flags)
+    assert code == 0 and "1 of 6 turns left out" in out, err
+    rows = rows_of({"out": rerun.out}, "candidates.jsonl")
+    assert len(rows) == 5 and all(len(set(row["candidates"])) == 4 and "hm" in row["candidates"][3] for row in rows)
+    assert players("eval_zero-shot.jsonl") == players("eval_single-turn_greedy.jsonl") == {(True, True)}
+    assert players("eval_sweet.jsonl") == {(False, False)}
+    assert {request["body"]["model"] for request in requests} == {"gpt"} and SENTINEL not in json.dumps(requests)
+    code, _, err = rerun("--methods", "zero-shot")
+    assert code == 2 and f"agent was {url}, is None" in err and err.count("\n") == 1
+    given = ["--agent", "http://127.0.0.1:9/v1", "--stages", "collect,pairs,critic"]  # nobody is there, nobody is needed
+    assert rerun(*given, "--methods", "sweet", drop=["trajectories.jsonl", "trajectory_pairs.jsonl", "critic"])[0] == 0
+
+
+def test_dialogues_of_another_models_agent_train(rerun, tmp_path, encoder, tokenizer):
+    """Table 4 of the paper: its prompts and its raw outputs are unknown, and its texts are none of this tokenizer's phrases."""
+    text, rows = "Wie groß? 🚕\r\n\t½  ", [colbench.trajectory_row(t) for t in offline_dialogues()]
+    for message in itertools.chain.from_iterable(row["dialogue_history"] for row in rows):
+        message.pop("input", None), message.pop("output", None)
+        if message["content"] == "what is it?":
+            message["content"] = text
+    colbench.write_jsonl(tmp_path / "other.jsonl", rows)
+    stages = ",".join(STAGES[:-1])
+    code, _, err = rerun("--trajectories", tmp_path / "other.jsonl", "--stages", stages, drop=ALL_BUT_BASE)
+    assert code == 0 and {f"{name}/model.safetensors" for name in MODELS} <= set(rerun.after), err
+    assert text in {m["content"] for row in rows_of({"out": rerun.out}, "trajectory_pairs.jsonl") for m in row["chosen"]}
+    assert tokenizer.decode(encoder.action(agent(text))[:-1]) == text
+
+
+
 @pytest.mark.parametrize("kind", ["regression", "value"])
 def test_a_run_with_a_head_critic(rerun, kind):
     drop = ["critic", "candidates.jsonl", "turn_pairs.jsonl", "actor", "eval_sweet.jsonl", "eval_sweet_greedy.jsonl"]
@@ -1614,7 +1687,7 @@ def test_a_run_with_a_flaky_server_comes_to_its_end(rerun, monkeypatch):
     monkeypatch.setattr(simulator.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(sweet_rl, "ChatServer", functools.partial(simulator.ChatServer, timeout=0.3))
     with server(answer) as (url, _):
-        code, out, err = rerun("--simulator", url, "--num-tasks", 4, drop=sorted((MADE | EVALS) - {".lock", "base", "settings.json"}))
+        code, out, err = rerun("--simulator", url, "--num-tasks", 4, drop=ALL_BUT_BASE)
     methods = json.loads((rerun.out / "results.json").read_text())["methods"]
     found = {name: colbench.load_trajectories(rerun.out / name) for name in sorted(EVALS)}
     failed = sum(t.failed is not None for trajectories in found.values() for t in trajectories)
@@ -1817,6 +1890,8 @@ def test_the_plan_counts_what_is_known(config_only):
     assert lora["training"][:2] == [2 * size + 4 * adapters, 12 * adapters] and lora["candidates"][0] == 2 * size + 4 * adapters
     assert full["dialogues"][3] == 8 * 1024 * 2**17 and full["dialogues"][0] == 2 * size
     assert set(needed("--stages", "pairs,evaluate")) == {"dialogues"} and not needed("--stages", "pairs")
+    served = functools.partial(needed, "--agent", "http://h/v1")
+    assert set(served()) == {"training", "their scores", "dialogues"} and not served("--methods", "zero-shot")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1849,6 +1924,8 @@ BAD_FLAGS = {
     "more than all": ["--turn-fraction", "2"],
     "an empty prompt": ["--agent-prompt", "/dev/null"],
     "no address": ["--simulator", "http://"],
+    "agent": ["--agent", "gpt-4o"],
+    "a key in the address": ["--agent", "http://me:sk-1@host/v1", "--stages", "pairs"],
     "record": ["--out", "{torn}"],
 }
 
