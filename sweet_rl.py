@@ -1284,7 +1284,6 @@ class Run:
             print(f"  {product}: there already{where}, not made again")
             self.checkpoint(product).path.unlink(missing_ok=True)  # of a run that was killed right behind it
             return
-        gathered(None)  # nothing appears before every process has looked
         for other in inputs_of(product, self.settings):
             if not self.path(other).exists() and not (other == "base" and not self.settings.is_tiny):
                 raise InputError(f"{self.path(other)} is missing: run stage {PRODUCTS[other][0]} first (--stages)")
@@ -1292,6 +1291,7 @@ class Run:
         self.records[product] = self.shape(product)
         self.write_json("settings.json", self.records)  # first: what a kill leaves behind is never taken for put there by hand
         try:
+            gathered(None)  # nothing appears before every process has looked
             build(self.path(product))
             gathered(None)
         finally:
@@ -1900,8 +1900,12 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
         kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora else 4)  # input of each layer
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
-        state = 12 * adapters if s.lora else 12 * size
-        weights = frozen + more if s.lora else 4 * size
+        state = 12 * adapters if s.lora else 12 * size // RANKS
+        weights = frozen + more if s.lora else 4 * size // RANKS
+        if RANKS > 1:  # what is whole at a time, the embeddings and two layers, as weights and as gradients
+            need["reference"] = [4 * size, 0, forward(pairs, length) + logits // 4, 0]
+            layers = parameters(model.get_decoder().layers)
+            weights += (2 * low + 4) * (size - layers + 2 * layers // config.num_hidden_layers)
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row

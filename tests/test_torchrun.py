@@ -21,12 +21,10 @@ score = colbench.unit_test_rewards  # an untrained model solves nothing: an answ
 colbench.unit_test_rewards = lambda tasks, answers: [1.0 if len(a) % 2 else r for a, r in zip(answers, score(tasks, answers))]
 if "FAILS" in sys.argv:
     sys.argv.remove("FAILS")
-    tasks = sweet_rl.Sweet.tasks
-    def fail(sweet, split):
+    def fail(sweet):
         if sweet_rl.RANK == 1:
             raise sweet_rl.InputError("the second process has a fault")
-        return tasks(sweet, split)
-    sweet_rl.Sweet.tasks = fail
+    sweet_rl.Sweet.check_inputs = fail
 sys.exit(sweet_rl.main(sys.argv[1:]))
 """
 SIZE = "--device cpu --num-tasks 5 --dialogues 4 --max-turns 2 --max-new-tokens 7 --candidates 4 --generate-batch 6 --batch-size 5 --micro-batch 2"
