@@ -1328,6 +1328,7 @@ class Run:
                     file.writelines(b"\n" if row is None else colbench.json_line(row) for row in rows)
         if RANK == 0:
             os.replace(part, path)
+        gathered(None)
 
     def log(self, history: list[dict]) -> None:
         """Add the metrics of a training run to metrics.jsonl, in place of an earlier try's."""
@@ -2162,6 +2163,7 @@ def fill_report(template: str, data: dict) -> str:
 
 def run_program(argv: list[str]) -> None:
     """The whole program, in each of torchrun's processes."""
+    gathered(None)  # a fault that shows at once is to find all of them joined
     settings = parse_settings(argv)
     start = time.time()
     why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
