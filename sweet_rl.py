@@ -1040,8 +1040,8 @@ class Trainer:
             for example in batch:
                 example.reference = torch.stack([next(rows) for _ in example.branches])  # (branches, T of the batch)
         for rank, references in enumerate(gathered([example.reference for example in examples[RANK::RANKS]])):
-            for example, example.reference in zip(examples[rank::RANKS], references, strict=True):
-                pass
+            for example, reference in zip(examples[rank::RANKS], references, strict=True):
+                example.reference = reference
 
     def shard(self, model) -> None:
         """FSDP2: weights, gradients and optimizer state are split over the processes, each layer is whole only at work.
@@ -1111,7 +1111,7 @@ class Trainer:
         branches = sum(len(e.branches) for e in batch)
         shares = [micro_batches(batch[rank::RANKS], self.settings.micro_batch) for rank in range(RANKS)]
         for turn in itertools.zip_longest(*shares):
-            micro, counts = turn[RANK] or batch[:1], turn[RANK] is not None
+            micro, counts = turn[RANK] or batch[:1], turn[RANK] is not None  # one that has none left adds a loss of 0
             logps, turn_ids = self.log_probs(model, micro)  # (R, T)
             losses, metrics = objective(logps, stack_reference(micro, logps), turn_ids)  # (losses,)
             losses_per_branch = len(losses) / len(turn_ids)  # 1, or one half where losses are of pairs
