@@ -85,7 +85,7 @@ from simulator import (
     text_ids,
 )
 
-RANK, RANKS = (int(os.environ[name]) if dist.is_torchelastic_launched() else one for name, one in (("RANK", 0), ("WORLD_SIZE", 1)))
+RANK, RANKS = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if dist.is_torchelastic_launched() else (0, 1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -278,9 +278,9 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
     if s.plan and s.is_tiny:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
-    one_process = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
-    for flag, given_here in one_process.items():
-        if RANKS > 1 and given_here:
+    alone = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
+    for flag in [flag for flag, chosen in alone.items() if chosen]:
+        if RANKS > 1:
             raise InputError(f"{flag}: expected in one process only, torchrun started {RANKS}")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
@@ -1034,12 +1034,13 @@ class Trainer:
     @torch.no_grad()
     def add_reference(self, model, examples: list[Example], name: str) -> None:
         """Log-probs under pi_ref, once and for all: no second model is in memory while training."""
-        for batch in tqdm(list(micro_batches(examples[RANK::RANKS], self.settings.micro_batch)), f"  {name}: reference", leave=False):
+        mine = examples[RANK::RANKS]
+        for batch in tqdm(list(micro_batches(mine, self.settings.micro_batch)), f"  {name}: reference", leave=False):
             logps, _ = self.log_probs(model, batch)
             rows = iter(logps.cpu())
             for example in batch:
                 example.reference = torch.stack([next(rows) for _ in example.branches])  # (branches, T of the batch)
-        for rank, references in enumerate(gathered([example.reference for example in examples[RANK::RANKS]])):
+        for rank, references in enumerate(gathered([example.reference for example in mine])):
             for example, reference in zip(examples[rank::RANKS], references, strict=True):
                 example.reference = reference
 
