@@ -30,6 +30,7 @@ import contextlib
 import copy
 import ctypes
 import dataclasses
+import datetime
 import errno
 import fcntl
 import functools
@@ -58,6 +59,7 @@ if __name__ == "__main__":  # Ctrl-C in the seconds that torch takes to be impor
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -82,6 +84,42 @@ from simulator import (
     page_pictures,
     text_ids,
 )
+
+RANK, RANKS = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if dist.is_torchelastic_launched() else (0, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# 0. One process, or those that torchrun started: each has a whole copy to sample and score with, and a share to train
+@contextlib.contextmanager
+def processes():
+    """Join the processes; yields what says whether this one is the first to end early.
+
+    That of rank 0 alone prints and writes.  One that ends early takes all others with it, and one line says why.
+    """
+    if RANKS == 1:
+        yield lambda: True
+        return
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if RANK > 0:
+        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+    store = next(dist.rendezvous("env://"))[0]
+    forever = datetime.timedelta(days=365)  # torchrun ends those who wait for one that is gone
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=RANK, world_size=RANKS, timeout=forever)
+    try:
+        with contextlib.redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
+            yield lambda: store.add("ended early", 1) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def gathered(value) -> list:
+    """The value of each process, in order, in every one; None to wait for each other."""
+    values = [value] * RANKS
+    if RANKS > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -240,6 +278,10 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
     if s.plan and s.is_tiny:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
+    alone = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
+    for flag in [flag for flag, chosen in alone.items() if chosen]:
+        if RANKS > 1:
+            raise InputError(f"{flag}: expected in one process only, torchrun started {RANKS}")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
     for url in (s.agent, s.simulator):
@@ -266,6 +308,8 @@ def pick_device(s: Settings) -> tuple[torch.device, torch.dtype]:
         device = torch.empty(0, device=s.device or found).device
     except (RuntimeError, AssertionError):  # what torch raises for an unknown name, and for an absent device
         raise InputError(f"--device {s.device}: not to be had here (found: {found})") from None
+    if RANKS > 1 and device.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {device}: expected cpu or cuda where torchrun starts {RANKS} processes")
     default = "bfloat16" if device.type == "cuda" else "float32"
     precision = s.precision or default
     why_device = "--device" if s.device else "the best device that torch finds here"
@@ -984,25 +1028,48 @@ class Trainer:
                 seen = [b.picture for branches in groups for b in branches for _ in b.prompts if b.picture]  # one a row
                 found = model.turn_values(packed, seen)
             else:
-                found = log_probs(model, packed)
+                found = model.log_probs(packed) if hasattr(model, "log_probs") else log_probs(model, packed)
         return found, packed.turn_ids
 
     @torch.no_grad()
     def add_reference(self, model, examples: list[Example], name: str) -> None:
         """Log-probs under pi_ref, once and for all: no second model is in memory while training."""
-        for batch in tqdm(list(micro_batches(examples, self.settings.micro_batch)), f"  {name}: reference", leave=False):
+        mine = examples[RANK::RANKS]
+        for batch in tqdm(list(micro_batches(mine, self.settings.micro_batch)), f"  {name}: reference", leave=False):
             logps, _ = self.log_probs(model, batch)
-            rows = iter(logps)
+            rows = iter(logps.cpu())
             for example in batch:
                 example.reference = torch.stack([next(rows) for _ in example.branches])  # (branches, T of the batch)
+        for rank, references in enumerate(gathered([example.reference for example in mine])):
+            for example, reference in zip(examples[rank::RANKS], references, strict=True):
+                example.reference = reference
+
+    def shard(self, model) -> None:
+        """FSDP2: weights, gradients and optimizer state are split over the processes, each layer is whole only at work.
+
+        The weights stay float32 and are gathered in the compute precision.  What is called is `model.log_probs`: it reads
+        the embeddings past the model's own forward, so it has to be known as the one that gathers them.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        model.takes_trees = takes_trees(model)  # while every process can still ask it alone
+        mesh = dist.init_device_mesh(self.device.type, (RANKS,))
+        for part in (*model.get_decoder().layers, model):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
+        model.log_probs = functools.partial(log_probs, model)
+        register_fsdp_forward_method(model, "log_probs")
 
     def train(
         self, model, examples: list[Example], objective: Objective, name: str, lr, epochs, batch_size, checkpoint=None
     ) -> list[dict]:
         """AdamW with warm-up over 3 % of the steps and a cosine to a tenth.  Returns a dict of metrics a step.
 
-        `batch_size` counts losses: examples, or pairs where an example holds pairs.  With a checkpoint it goes on there.
+        `batch_size` counts losses: examples, or pairs where an example holds pairs.  With a checkpoint it goes on there, in one
+        process; of several, each has a share of every batch, and none keeps checkpoints.
         """
+        if RANKS > 1:
+            self.shard(model)
+            checkpoint = None
         rng = random.Random(f"{self.settings.seed} {name}")
         batches = []
         for _ in range(epochs):
@@ -1021,6 +1088,7 @@ class Trainer:
             optimizer.param_groups[0]["lr"] = rate = lr * warm_cosine(step - 1, len(batches))
             metrics = self.accumulate(model, batch, objective)
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            norm = norm.full_tensor() if RANKS > 1 else norm
             optimizer.step(), optimizer.zero_grad()
             history.append({"run": name, "step": step} | metrics | {"grad_norm": norm.item(), "lr": rate})
             progress.set_postfix(loss=f"{metrics['loss']:.3f}", refresh=False)
@@ -1036,15 +1104,24 @@ class Trainer:
         return branches / 2 if branches > 1 else 1
 
     def accumulate(self, model, batch: list[Example], objective: Objective) -> dict[str, float]:
-        """Gradients of the mean loss of a batch, computed in micro-batches; returns the means of its metrics."""
+        """Gradients of the mean loss of a batch, computed in micro-batches; returns the means of its metrics.
+
+        Every process takes part in as many passes as the one with the most, or the others would wait for it forever.
+        """
         parts: list[dict[str, Tensor]] = []
         branches = sum(len(e.branches) for e in batch)
-        for micro in micro_batches(batch, self.settings.micro_batch):
+        shares = [micro_batches(batch[rank::RANKS], self.settings.micro_batch) for rank in range(RANKS)]
+        for turn in itertools.zip_longest(*shares):
+            micro, counts = turn[RANK] or batch[:1], turn[RANK] is not None  # one that has none left adds a loss of 0
             logps, turn_ids = self.log_probs(model, micro)  # (R, T)
             losses, metrics = objective(logps, stack_reference(micro, logps), turn_ids)  # (losses,)
             losses_per_branch = len(losses) / len(turn_ids)  # 1, or one half where losses are of pairs
-            (losses.sum() / (branches * losses_per_branch)).backward()
-            parts.append({"loss": losses.detach()} | {key: value.detach() for key, value in metrics.items()})
+            scale = RANKS * counts  # FSDP takes the mean over the processes
+            (scale * losses.sum() / (branches * losses_per_branch)).backward()
+            if counts:
+                parts.append({"loss": losses.detach()} | {key: value.detach() for key, value in metrics.items()})
+        values = [{key: torch.cat([part[key] for part in parts]).cpu() for key in parts[0]} if parts else {}]
+        parts = [part for (part,) in gathered(values) if part]
         return {key: torch.cat([part[key] for part in parts]).mean().item() for key in parts[0]}
 
 
@@ -1142,7 +1219,8 @@ class Run:
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "w")  # held until this object or the process is gone, however it ends
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if RANK == 0:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(f"--out {self.out}: another run is at work in this folder") from None
         except OSError as error:
@@ -1162,8 +1240,15 @@ class Run:
         return value
 
     def write_json(self, name: str, value: dict) -> None:
-        """An object as a file of the run."""
-        colbench.write_whole(self.path(name), json.dumps(value, indent=1).encode())
+        """An object as a file of the run; of several processes the first writes."""
+        if RANK == 0:
+            colbench.write_whole(self.path(name), json.dumps(value, indent=1).encode())
+
+    @staticmethod
+    def write_jsonl(path: Path, rows: list[dict]) -> None:
+        """Rows as a file of the run; of several processes the first writes."""
+        if RANK == 0:
+            colbench.write_jsonl(path, rows)
 
     def path(self, product: str) -> Path:
         return self.out / product
@@ -1207,7 +1292,9 @@ class Run:
         self.records[product] = self.shape(product)
         self.write_json("settings.json", self.records)  # first: what a kill leaves behind is never taken for put there by hand
         try:
+            gathered(None)  # nothing appears before every process has looked
             build(self.path(product))
+            gathered(None)
         finally:
             if not self.path(product).exists():
                 del self.records[product]
@@ -1230,19 +1317,24 @@ class Run:
         part = path.with_name(f"{path.name}.{self.shape_digest(path.name)}.part")
         done = part.read_bytes().split(b"\n")[:-1] if part.exists() else []
         done = done[: len(done) // size * size]
-        with colbench.writing(part), open(part, "ab") as file:
-            file.truncate(sum(len(line) + 1 for line in done))
-        for start in tqdm(range(len(done), len(items), size), f"  {path.name}", leave=False):
-            torch.manual_seed(seed_of(self.settings.seed, path.name, start))
-            rows = make_rows(items[start : start + size])
+        if RANK == 0:
             with colbench.writing(part), open(part, "ab") as file:
-                file.writelines(b"\n" if row is None else colbench.json_line(row) for row in rows)
-        os.replace(part, path)
+                file.truncate(sum(len(line) + 1 for line in done))
+        for start in tqdm(range(len(done), len(items), size * RANKS), f"  {path.name}", leave=False):
+            start += size * RANK  # each process plays one of the next batches
+            torch.manual_seed(seed_of(self.settings.seed, path.name, start))
+            rows = itertools.chain(*gathered(make_rows(items[start : start + size]) if start < len(items) else []))
+            if RANK == 0:
+                with colbench.writing(part), open(part, "ab") as file:
+                    file.writelines(b"\n" if row is None else colbench.json_line(row) for row in rows)
+        if RANK == 0:
+            os.replace(part, path)
+        gathered(None)
 
     def log(self, history: list[dict]) -> None:
         """Add the metrics of a training run to metrics.jsonl, in place of an earlier try's."""
         names = {row["run"] for row in history}
-        colbench.write_jsonl(self.path("metrics.jsonl"), [row for row in self.metrics() if row["run"] not in names] + history)
+        self.write_jsonl(self.path("metrics.jsonl"), [row for row in self.metrics() if row["run"] not in names] + history)
 
     def metrics(self) -> list[dict]:
         """The rows of metrics.jsonl; a damaged file costs its curves, never a model."""
@@ -1266,9 +1358,18 @@ class Run:
 
 def save_model(model, tokenizer, path: Path) -> None:
     """A model folder that `from_pretrained` and vLLM load; it appears whole or not at all."""
+    state = {}
+    if RANKS > 1:  # gathered from all processes by the first
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = get_model_state_dict(model, options=options)
+        state = {"state_dict": {name: value for name, value in whole.items() if name not in model.all_tied_weights_keys}}
+    if RANK > 0:
+        return
     with colbench.whole(path) as aside:
         shutil.rmtree(aside, ignore_errors=True)
-        model.save_pretrained(aside)
+        model.save_pretrained(aside, **state)
         tokenizer.save_pretrained(aside)
 
 
@@ -1452,7 +1553,7 @@ class Sweet:
         s = self.settings
         if s.trajectories:
             trajectories = first_tasks(self.trajectories(s.trajectories), s.num_tasks)
-            colbench.write_jsonl(path, self.rewarded_rows(trajectories))
+            self.run.write_jsonl(path, self.rewarded_rows(trajectories))
             return
         tasks = self.tasks("train")
         self.play(path, tasks * s.dialogues, *self.players("base"), s.max_turns)
@@ -1507,7 +1608,7 @@ class Sweet:
                 "there is no pair to learn from: collect more (--dialogues, --num-tasks) or use a stronger model"
             )
         print(f"  {len(rows)} pairs on {sum(map(bool, pairs))} tasks")
-        colbench.write_jsonl(path, rows)
+        self.run.write_jsonl(path, rows)
 
     # --- stage 3
     def critic(self, path: Path) -> None:
@@ -1621,7 +1722,7 @@ class Sweet:
         if not rows:
             raise InputError(f"{self.run.path('candidates.jsonl')}: no turn has two candidates that differ in text and score")
         print(f"  {len(rows)} pairs")
-        colbench.write_jsonl(path, rows)
+        self.run.write_jsonl(path, rows)
 
     # --- stage 6
     def actor(self, path: Path) -> None:
@@ -1766,7 +1867,7 @@ def memory_here(device: torch.device) -> int:
     """Bytes of memory: what is free on the GPU, or all RAM."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def return_freed_memory() -> None:
@@ -1801,8 +1902,12 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
         kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora else 4)  # input of each layer
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
-        state = 12 * adapters if s.lora else 12 * size
-        weights = frozen + more if s.lora else 4 * size
+        state = 12 * adapters if s.lora else 12 * size // RANKS
+        weights = frozen + more if s.lora else 4 * size // RANKS
+        if RANKS > 1:  # what is whole at a time, the embeddings and two layers, as weights and as gradients
+            need["reference"] = [4 * size, 0, forward(pairs, length) + logits // 4, 0]
+            layers = parameters(model.get_decoder().layers)
+            weights += (2 * low + 4) * (size - layers + 2 * layers // config.num_hidden_layers)
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
@@ -1833,9 +1938,9 @@ def plan(s: Settings, argv: list[str], device: torch.device, dtype: torch.dtype)
     """
     return_freed_memory()
     sizes = ["", "--micro-batch 2 --generate-batch 16", "--micro-batch 2 --generate-batch 4"]
-    free = [f"{lora} {size}".strip() for lora in ("", "" if s.lora else "--lora 16") for size in sizes]
+    free = [f"{lora} {size}".strip() for lora in ("", "" if s.lora or RANKS > 1 else "--lora 16") for size in sizes]
     shorter = [f"{free[-1]} --max-length {length}" for length in (4096, 2048, 1024) if length < s.max_length]
-    have = 0.9 * memory_here(device)  # a tenth is left to everything else
+    have = 0.9 * min(gathered(memory_here(device)))  # a tenth is left to everything else
     print(f"plan: {s.model}, {parameters(empty_model(s.model)) / 1e9:.2f} B parameters; here: {have / 2**30:.1f} GB to use")
     for flags in (*free, *shorter):
         chosen = parse_settings([*argv, *flags.split()])
@@ -2056,37 +2161,56 @@ def fill_report(template: str, data: dict) -> str:
     return colbench.fill(template, nonce=nonce, data=text)
 
 
+def run_program(argv: list[str]) -> None:
+    """The whole program, in each of torchrun's processes."""
+    gathered(None)  # a fault that shows at once is to find all of them joined
+    settings = parse_settings(argv)
+    start = time.time()
+    why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
+    print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
+    machine = pick_device(settings)
+    if not settings.is_tiny:
+        settings = plan(settings, argv, *machine)
+    if settings.plan:
+        return
+    sweet = Sweet(settings, machine)
+    if settings.task == "backend":
+        print(f"reward: {colbench.reward_protections()}")
+    run_stages(sweet)
+    if RANK == 0:
+        show_results(sweet)
+        print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
+    gathered(None)
+
+
+def show_results(sweet: Sweet) -> None:
+    """The table, a dialogue, and report.html."""
+    methods, dialogues = {}, []
+    if "evaluate" in sweet.settings.stages.split(","):
+        methods, dialogues = results(sweet)["methods"], before_and_after(sweet)
+        print_table(methods, sweet.benchmark.columns)
+        if dialogues and sweet.run.path("critic").exists():
+            show_dialogue(dialogues)
+    write_report(sweet, methods, dialogues)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the program; returns the exit status: 0, 2 for what the user can mend, 130 for Ctrl-C."""
-    try:
-        settings = parse_settings(sys.argv[1:] if argv is None else argv)
-        start = time.time()
-        why = "no --model given: a tiny one is built, with settings of its own" if settings.is_tiny else "table 5 of the paper"
-        print(f"model: {settings.model}; settings: {why}; files: {settings.out}/")
-        machine = pick_device(settings)
-        if not settings.is_tiny:
-            settings = plan(settings, sys.argv[1:] if argv is None else argv, *machine)
-        if settings.plan:
+    with processes() as first:
+        try:
+            run_program(sys.argv[1:] if argv is None else argv)
             return 0
-        sweet = Sweet(settings, machine)
-        if settings.task == "backend":
-            print(f"reward: {colbench.reward_protections()}")
-        run_stages(sweet)
-        methods, dialogues = {}, []
-        if "evaluate" in settings.stages.split(","):
-            methods, dialogues = results(sweet)["methods"], before_and_after(sweet)
-            print_table(methods, sweet.benchmark.columns)
-            if dialogues and sweet.run.path("critic").exists():
-                show_dialogue(dialogues)
-        write_report(sweet, methods, dialogues)
-        print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
-        return 0
-    except KeyboardInterrupt:
-        print(STOPPED, file=sys.stderr)
-        return 130
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        except KeyboardInterrupt:
+            status, line = 130, STOPPED
+        except InputError as error:
+            status, line = 2, f"error: {error}"
+        except Exception:
+            if first():
+                raise
+            return 2  # another process is gone, and has said why
+        if first():
+            print(line, file=sys.stderr)
+        return status
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from colbench import load_tasks
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith("python sweet_rl.py")]
+COMMANDS = [line for block in BLOCKS for line in block.splitlines() if line.startswith(("python sweet_rl.py", "torchrun "))]
 
 
 def test_the_two_commands_of_the_first_minute_are_there():
@@ -20,7 +20,7 @@ def test_the_two_commands_of_the_first_minute_are_there():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_parses(command):
-    settings = sweet_rl.parse_settings(shlex.split(command)[2:])
+    settings = sweet_rl.parse_settings(shlex.split(command.partition("sweet_rl.py")[2]))
     assert settings.is_tiny == ("--model" not in command)
 
 

@@ -1,0 +1,104 @@
+"""Two processes of torchrun make what one makes, and end together."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import colbench
+import sweet_rl
+
+ROOT = Path(__file__).resolve().parent.parent
+PROGRAM = """
+import sys, colbench, sweet_rl
+score = colbench.unit_test_rewards  # an untrained model solves nothing: an answer of odd length counts as right
+colbench.unit_test_rewards = lambda tasks, answers: [1.0 if len(a) % 2 else r for a, r in zip(answers, score(tasks, answers))]
+if "FAILS" in sys.argv:
+    sys.argv.remove("FAILS")
+    def fail(sweet):
+        if sweet_rl.RANK == 1:
+            raise sweet_rl.InputError("the second process has a fault")
+    sweet_rl.Sweet.check_inputs = fail
+sys.exit(sweet_rl.main(sys.argv[1:]))
+"""
+SIZE = "--device cpu --num-tasks 5 --dialogues 4 --max-turns 2 --max-new-tokens 7 --candidates 4 --generate-batch 6 --batch-size 5 --micro-batch 2"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
+
+
+def play(out: Path, processes: list[str], *flags: str) -> subprocess.CompletedProcess:
+    environment = os.environ | {"TQDM_DISABLE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [*processes, sys.executable, "-c", PROGRAM, *SIZE.split(), "--out", str(out), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def runs(tokenizer, tmp_path_factory):
+    """(folder, output) of the same command in one process and in two, from the same base."""
+    made = []
+    for name, processes in (("one", []), ("two", TORCHRUN)):
+        out = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        sweet_rl.save_model(sweet_rl.tiny_model(tokenizer), tokenizer, out / "base")
+        process = play(out, processes)
+        assert process.returncode == 0, process.stderr
+        made.append((out, process.stdout))
+    return made
+
+
+@pytest.mark.parametrize("name", ["critic", "actor", "rft", "mt-dpo"])
+def test_weights_are_those_of_one_process(runs, name):
+    one, two = (load_file(out / name / "model.safetensors") for out, _ in runs)
+    base = load_file(runs[0][0] / "base" / "model.safetensors")
+    assert one.keys() == two.keys()
+    assert max((one[key] - base[key]).abs().max() for key in one) > 1e-4
+    for key in one:
+        torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=0)
+    configs = [json.loads((out / name / "config.json").read_text()) for out, _ in runs]
+    assert configs[0] == configs[1]
+    AutoModelForCausalLM.from_pretrained(runs[1][0] / name)
+
+
+def test_files_are_those_of_one_process(runs):
+    (one, printed), (two, also_printed) = runs
+    files = {path.name for path in one.iterdir()}
+    assert files == {path.name for path in two.iterdir()}
+    for name in sorted(files):
+        if name.endswith(".jsonl") and name not in ("candidates.jsonl", "metrics.jsonl"):
+            assert (one / name).read_bytes() == (two / name).read_bytes(), name
+    for name, tolerance in (("candidates.jsonl", 1e-5), ("metrics.jsonl", 1e-2)):  # sums in another order
+        rows, others = (colbench.read_jsonl(out / name, {}) for out in (one, two))
+        assert len(rows) == len(others) > 10
+        for row, other in zip(rows, others):
+            assert row.keys() == other.keys()
+            for key, value in row.items():
+                close = key == "advantages" or isinstance(value, float)
+                assert other[key] == (pytest.approx(value, rel=1e-4, abs=tolerance) if close else value), (name, key)
+    assert printed.count("\n") == also_printed.count("\n") > 20  # one of them prints
+
+
+@pytest.mark.parametrize(
+    "flag, line",
+    [
+        (["FAILS"], "error: the second process has a fault\n"),
+        (["--turn-fraction", "2"], "error: --turn-fraction: expected more than 0 and at most 1, got 2.0\n"),
+    ],
+)
+def test_a_fault_in_one_or_all_ends_both_in_one_line(flag, line, tmp_path):
+    process = play(tmp_path / "out", TORCHRUN, *flag)
+    ours = process.stderr.split("torch/distributed/elastic")[0]  # what follows is torchrun's own report
+    assert process.returncode != 0
+    assert process.stderr.count("error: ") == process.stderr.count(line) == 1, process.stderr
+    assert "Traceback" not in ours, process.stderr
+
+
+@pytest.mark.parametrize("flags", [["--lora", "4"], ["--critic", "value"], ["--simulator", "keyboard"]])
+def test_what_needs_one_process_is_refused(flags, monkeypatch):
+    monkeypatch.setattr(sweet_rl, "RANKS", 2)
+    with pytest.raises(colbench.InputError, match=f"{flags[0]}.*: expected in one process only, torchrun started 2"):
+        sweet_rl.parse_settings(flags)
