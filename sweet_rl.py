@@ -1047,15 +1047,15 @@ class Trainer:
     def shard(self, model) -> None:
         """FSDP2: weights, gradients and optimizer state are split over the processes, each layer is whole only at work.
 
-        The weights stay float32 and are gathered in the compute precision.  What is called is `model.log_probs`: it reads
+        They are gathered in float32, for autocast: so the policy begins with the very log-probs of its reference.  What is called is `model.log_probs`: it reads
         the embeddings past the model's own forward, so it has to be known as the one that gathers them.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
         model.takes_trees = takes_trees(model)  # while every process can still ask it alone
         mesh = dist.init_device_mesh(self.device.type, (RANKS,))
         for part in (*model.get_decoder().layers, model):
-            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32))
+            fully_shard(part, mesh=mesh)
         model.log_probs = functools.partial(log_probs, model)
         register_fsdp_forward_method(model, "log_probs")
 
@@ -1904,10 +1904,10 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
         state = 12 * adapters if s.lora else 12 * size // RANKS
         weights = frozen + more if s.lora else 4 * size // RANKS
-        if RANKS > 1:  # what is whole at a time, the embeddings and two layers, as weights and as gradients
+        if RANKS > 1:  # what is whole at a time, the embeddings and two layers, as weights, gradients, and their sum on its way
             need["reference"] = [4 * size, 0, forward(pairs, length) + logits // 4, 0]
             layers = parameters(model.get_decoder().layers)
-            weights += (2 * low + 4) * (size - layers + 2 * layers // config.num_hidden_layers)
+            weights += 12 * (size - layers + 2 * layers // config.num_hidden_layers)
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
