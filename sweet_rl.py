@@ -275,7 +275,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     if s.tasks and not s.trajectories and not s.train_tasks:
         s.train_tasks = s.tasks
     if not s.is_tiny and not s.tasks:
-        raise InputError(f"--tasks: expected a JSONL file; ColBench's {s.task} tasks are not on the hub, the README says how to make them")
+        why = f"ColBench's {s.task} tasks are not on the hub, the README says how to make them"
+        raise InputError(f"--tasks: expected a JSONL file; {why}")
     if s.plan and s.is_tiny:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
     alone = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
@@ -1152,7 +1153,10 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {  # name: s
     "base": ("collect", MODEL_SETTINGS, ()),
     "trajectories.jsonl": (
         "collect",
-        ("trajectories", "train_tasks", "num_tasks", "dialogues", "simulator", "human_prompt", *AGENT_SETTINGS, *ROLLOUT_SETTINGS),
+        (
+            *("trajectories", "train_tasks", "num_tasks", "dialogues", "simulator", "human_prompt"),
+            *(*AGENT_SETTINGS, *ROLLOUT_SETTINGS),
+        ),
         ("base",),
     ),
     "trajectory_pairs.jsonl": ("pairs", (), ("trajectories.jsonl",)),

@@ -27,7 +27,8 @@ if "FAILS" in sys.argv:
     sweet_rl.Sweet.check_inputs = fail
 sys.exit(sweet_rl.main(sys.argv[1:]))
 """
-SIZE = "--device cpu --num-tasks 5 --dialogues 4 --max-turns 2 --max-new-tokens 7 --candidates 4 --generate-batch 6 --batch-size 5 --micro-batch 2"
+SIZE = "--device cpu --num-tasks 5 --dialogues 4 --max-turns 2 --max-new-tokens 7 --candidates 4 --generate-batch 6"
+SIZE += " --batch-size 5 --micro-batch 2"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
 
 
