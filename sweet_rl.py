@@ -20,8 +20,9 @@ The seven stages, each from files to files in --out (section 8, in this order)
     actor        equation 4; beside it the baselines               -> actor/, rft/, mt-dpo/
     evaluate     held-out tasks                                    -> eval_*.jsonl, results.json
 
-Departures from the paper: none in the equations.  From the official code, where it departs from the paper: the
-critic's loss sums per-turn means (not one mean over the dialogue), and scoring uses a reference that reads c.
+Departures from the paper: none in the equations, to which the likelihood terms of its table 5 are added.  From the
+official code, where it departs from the paper: the critic's loss sums per-turn means (not one mean over the
+dialogue), and scoring uses a reference that reads c.
 """
 
 import argparse
@@ -143,7 +144,7 @@ class Settings:
 
     # task
     task: str = option("task", "backend", "backend", "what to collaborate on", choices=list(colbench.BENCHMARKS))
-    max_turns: int = option("task", 10, 10, "agent turns in a dialogue; the last one is the answer")
+    max_turns: int = option("task", 10, 10, "agent turns in a dialogue at the most")
     # models
     model: str = option("models", "tiny", None, "HF folder or hub name; without it, a tiny model is built and warmed up")
     simulator: str = option(
@@ -256,7 +257,7 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         setattr(s, name, ",".join(word.strip() for word in getattr(s, name).split(",")))
         unknown = set(getattr(s, name).split(",")) - set(known)
         if unknown:
-            raise InputError(f"--{name}: unknown {', '.join(sorted(unknown))} (expected some of {','.join(known)})")
+            raise InputError(f"--{name}: unknown {', '.join(sorted(unknown)) or 'nothing'} (expected some of {','.join(known)})")
     for f in dataclasses.fields(Settings):
         value = getattr(s, f.name)
         number = f.type in (int, float) and value is not None and f.name != "seed"
@@ -264,9 +265,10 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
             raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
     if not 0 < s.turn_fraction <= 1:
         raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
+    for name in ("critic_model", "stylesheet", "embedding", "against"):
+        if getattr(given, name) is not None and s.task != "frontend":
+            raise InputError(f"--{name.replace('_', '-')}: expected with --task frontend only, a function has no picture")
     if s.critic_model:
-        if s.task != "frontend":
-            raise InputError("--critic-model: expected with --task frontend only, a function has no picture")
         s.critic = "value" if s.critic == "value" else "regression"
     if s.no_normalize and s.critic != "logprob":
         raise InputError(f"--no-normalize: expected with --critic logprob only, a {s.critic} head has no 1/L")
@@ -853,7 +855,7 @@ Objective = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 def critic_objective(beta: float, nll_weight: float, normalize: bool = True) -> Objective:
-    """Stage 1: equations 2 and 3 on pairs of dialogues."""
+    """The paper's first stage: equations 2 and 3 on pairs of dialogues."""
 
     def objective(logps, ref_logps, turn_ids):
         advantages = turn_advantages(logps, ref_logps, turn_ids, normalize)  # (2P, turns)
@@ -885,7 +887,7 @@ def head_objective(beta: float, success: bool) -> Objective:
 
 
 def dpo_objective(beta: float, nll_weight: float) -> Objective:
-    """Stage 2, equation 4, where a row is one candidate; Multi-Turn DPO, where a row is a whole dialogue."""
+    """The paper's second stage, equation 4, where a row is one candidate; Multi-Turn DPO, where a row is a whole dialogue."""
 
     def objective(logps, ref_logps, turn_ids):
         policy, reference = logps.sum(1), ref_logps.sum(1)  # (2P,)
@@ -1206,8 +1208,9 @@ def seed_of(*parts) -> int:
 
 
 def file_digest(path: Path) -> str:
-    """What tells one content of a file from another."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    """What tells one content of a file, or of the weights in a folder, from another."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 class Run:
@@ -1261,7 +1264,7 @@ class Run:
         """Every setting upstream of a product, with the digest of each file that the user gave or put there by hand."""
         path = self.path(product)
         if path.exists() and product not in self.records:
-            return {product: f"by hand {self.digest(path) if path.is_file() else 'folder'}"}
+            return {product: f"by hand {self.digest(path)}", "task": self.settings.task, "seed": self.settings.seed}
         shape = {name: getattr(self.settings, name) for name in PRODUCTS[product][1]}
         for name, value in shape.items():
             if isinstance(value, str) and os.path.isfile(value):  # what is in it shapes the product, not its name alone
@@ -1582,6 +1585,10 @@ class Sweet:
             self.server  # asked here for the first time
             if s.task == "frontend":
                 self.embed(colbench.render(["<html></html>"], s.stylesheet))
+                if s.stylesheet:
+                    colbench.stylesheet_text(s.stylesheet)
+                if s.against:
+                    self.trajectories(s.against)
         given = {"trajectories.jsonl"} if s.trajectories else set()
         played = {name for name in wanted_products(s) if "agent" in PRODUCTS[name][1]} - given
         if s.agent and not all(self.run.path(name).exists() for name in played):
@@ -1597,6 +1604,8 @@ class Sweet:
     def pairs(self, path: Path) -> None:
         """Better against worse dialogue of a task: which two make a pair is the benchmark's."""
         groups = task_groups(self.trajectories(self.run.path("trajectories.jsonl")))
+        if not groups:
+            raise InputError(f"{self.run.path('trajectories.jsonl')}: no dialogue has a reward: of no task does the reference run")
         pairs = [[(group[i], group[j]) for i, j in self.benchmark.preferred([t.reward for t in group])] for group in groups]
         rows = [
             {
@@ -1748,7 +1757,7 @@ class Sweet:
         self.train_on_pairs(path, "trajectory_pairs.jsonl", objective, False, s.mt_dpo_lr, s.mt_dpo_epochs)
 
     def rft(self, path: Path) -> None:
-        """Baseline: the likelihood of the agent's tokens in successful dialogues."""
+        """Baseline: the likelihood of the agent's tokens in successful dialogues, of pages in each task's best one."""
         s = self.settings
         model, tokenizer, encoder = self.model("base", train=True)
         trajectories = self.trajectories(self.run.path("trajectories.jsonl"))

@@ -1614,6 +1614,14 @@ def test_another_content_behind_the_same_name_is_another_setting(rerun, tmp_path
     assert rerun.after == rerun.before
 
 
+@pytest.mark.parametrize("flags, named", [(["--seed", "1"], "seed was 0, is 1"), (["--task", "frontend"], "task was backend")])
+def test_a_base_put_there_by_hand_hides_no_other_setting(rerun, flags, named):
+    made = sorted((MADE | EVALS) - {"base", "settings.json", "timings.json", ".lock"})
+    assert rerun("--stages", "collect", drop=made, forget=["base"])[0] == 0
+    code, _, error = rerun("--stages", "collect", *flags)
+    assert code == 2 and named in error and rerun.after == rerun.before
+
+
 OWN_PAIR = {"prompt": [SYSTEM, REQUEST], "chosen": [agent("what is the rate?")], "rejected": [agent("hello")]}
 ONLY_BASE = sorted((MADE | EVALS) - {".lock", "base", "settings.json", "timings.json", "turn_pairs.jsonl", "report.html"})
 
@@ -1903,6 +1911,8 @@ BAD_FLAGS = {
     "no task": ["--num-tasks", "0"],
     "negative": ["--candidates", "-1"],
     "rate": ["--critic-lr", "-0.1"],
+    "a page's flag": ["--against", "eval_sweet.jsonl"],
+    "another page's flag": ["--embedding", "pixels"],
     "no number": ["--critic-lr", "nan"],
     "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
