@@ -222,6 +222,12 @@ class Settings:
     def is_tiny(self) -> bool:
         return self.model == "tiny"
 
+    @property
+    def human_model(self) -> str | None:
+        """The model that plays the human here; None where a script, a reader or a server does."""
+        elsewhere = self.simulator in ("scripted", "tiny", "keyboard") or self.simulator.startswith(("http://", "https://"))
+        return None if elsewhere else self.simulator
+
 
 def parse_settings(argv: list[str]) -> Settings:
     """Settings from the command line; what is not given comes from the tiny or from the paper's preset."""
@@ -258,13 +264,7 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         unknown = set(getattr(s, name).split(",")) - set(known)
         if unknown:
             raise InputError(f"--{name}: unknown {', '.join(sorted(unknown)) or 'nothing'} (expected some of {','.join(known)})")
-    for f in dataclasses.fields(Settings):
-        value = getattr(s, f.name)
-        number = f.type in (int, float) and value is not None and f.name != "seed"
-        if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
-            raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
-    if not 0 < s.turn_fraction <= 1:
-        raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
+    check_numbers(s)
     for name in ("critic_model", "stylesheet", "embedding", "against"):
         if getattr(given, name) is not None and s.task != "frontend":
             raise InputError(f"--{name.replace('_', '-')}: expected with --task frontend only, a function has no picture")
@@ -282,8 +282,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     if s.plan and s.is_tiny:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
     alone = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
-    for flag in [flag for flag, chosen in alone.items() if chosen]:
-        if RANKS > 1:
+    for flag, chosen in alone.items():
+        if chosen and RANKS > 1:
             raise InputError(f"{flag}: expected in one process only, torchrun started {RANKS}")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
@@ -298,6 +298,17 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     if not s.out.strip():
         raise InputError("--out: expected a folder, got nothing")
     return s
+
+
+def check_numbers(s: Settings) -> None:
+    """Refuse numbers that no setting can have."""
+    for f in dataclasses.fields(Settings):
+        value = getattr(s, f.name)
+        number = f.type in (int, float) and value is not None and f.name != "seed"
+        if number and (not 0 <= value < math.inf or value == 0 and f.type is int):
+            raise InputError(f"--{f.name.replace('_', '-')}: expected a positive number, got {value}")
+    if not 0 < s.turn_fraction <= 1:
+        raise InputError(f"--turn-fraction: expected more than 0 and at most 1, got {s.turn_fraction}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -355,6 +366,12 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
+
+
+def recompute_activations(model) -> None:
+    """In training, compute activations again when their gradient is due, where the model can."""
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
 
 
 @functools.cache
@@ -1050,8 +1067,9 @@ class Trainer:
     def shard(self, model) -> None:
         """FSDP2: weights, gradients and optimizer state are split over the processes, each layer is whole only at work.
 
-        They are gathered in float32, for autocast: so the policy begins with the very log-probs of its reference.  What is called is `model.log_probs`: it reads
-        the embeddings past the model's own forward, so it has to be known as the one that gathers them.
+        They are gathered in float32, for autocast: so the policy begins with the very log-probs of its reference.  What is
+        called is `model.log_probs`: it reads the embeddings past the model's own forward, so it has to be known as the one
+        that gathers them.
         """
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
@@ -1209,8 +1227,12 @@ def seed_of(*parts) -> int:
 
 def file_digest(path: Path) -> str:
     """What tells one content of a file, or of the weights in a folder, from another."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    digest = hashlib.sha256()
+    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+        with open(file, "rb") as data:
+            while block := data.read(2**20):  # weights may be larger than memory
+                digest.update(block)
+    return digest.hexdigest()[:16]
 
 
 class Run:
@@ -1413,8 +1435,8 @@ class Sweet:
                 model = adapted(model, s.lora if train else path)
         else:
             model, tokenizer = self.load(product, torch.float32 if train else self.dtype)
-        if train and not s.is_tiny and model.supports_gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+        if train and not s.is_tiny:
+            recompute_activations(model)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
         if (self.run.path(product) / HeadCritic.file).exists():
             model = HeadCritic.load(model, self.run.path(product))
@@ -1428,10 +1450,10 @@ class Sweet:
         name, dtype = (s.critic_model, torch.float32) if train else (str(path), self.dtype)
         model, tokenizer = load_model(name, self.device, dtype, sees=True)
         encoder = SeeingEncoder(SeeingChatModel(model, tokenizer), s.stylesheet)
-        if not train:
+        if train:
+            recompute_activations(model)
+        else:
             model = HeadCritic.load(model, path, encoder.image_processor)
-        elif model.supports_gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
         return model, tokenizer, encoder
 
     @functools.cached_property
@@ -1578,9 +1600,8 @@ class Sweet:
     def check_inputs(self) -> None:
         """Read the user's files, ask the user's server and browser before anything is trained: a fault is to show now."""
         s, stages = self.settings, self.settings.stages.split(",")
-        for name in {s.model: 1, s.simulator: 1}:
-            if name not in ("tiny", "scripted", "keyboard") and not name.startswith(("http://", "https://")):
-                read_config(name)
+        if s.human_model not in (None, s.model):  # --model has been read for the plan
+            read_config(s.human_model)
         if {"collect", "evaluate"} & set(stages):
             self.server  # asked here for the first time
             if s.task == "frontend":
@@ -1890,6 +1911,7 @@ def return_freed_memory() -> None:
 
 
 def parameters(model) -> int:
+    """How many numbers a model has."""
     return sum(weight.numel() for weight in model.parameters())
 
 
@@ -1928,9 +1950,9 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
             need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
         need["their scores"] = [frozen + more, 0, forward(max(1, s.micro_batch // n), length), 0]
     if "evaluate" in stages or "collect" in stages and not s.trajectories:
-        human = 0 if s.simulator.startswith("http") or s.simulator in ("scripted", "keyboard") else more
-        if human and s.simulator != s.model:
-            human = low * parameters(empty_model(s.simulator))
+        human = more if s.human_model else 0
+        if s.human_model not in (None, s.model):
+            human = low * parameters(empty_model(s.human_model))
         weights = frozen + human
         if human or not s.agent or "evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
             need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
@@ -2041,7 +2063,8 @@ def results(sweet: Sweet) -> dict:
             if not scored:
                 why = f"{failed} of {len(trajectories)} failed, of the others no reference runs"
                 raise InputError(f"{path}: no dialogue has a reward, {why}")
-            figures[name] = sweet.benchmark.figures([t.reward for t in scored], opponent_rewards(sweet, name, scored))
+            others = opponent_rewards(sweet, name, scored) if "win_rate" in sweet.benchmark.columns else None
+            figures[name] = sweet.benchmark.figures([t.reward for t in scored], others)
             figures[name] |= {"invalid": len(trajectories) - len(scored) - failed, "failed": failed}
         methods[method] = figures[""] | {"greedy": figures["_greedy"]}
     answer = {"methods": methods}
@@ -2146,7 +2169,6 @@ def training_curves(rows: list[dict], points: int = 200) -> dict[str, dict[str, 
 
 def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int = 20) -> None:
     """report.html, one page that needs nothing else: assets/report.html with the run's data in it."""
-
     turns_file = sweet.run.path("candidates.jsonl")
     shaping = [f.name for f in dataclasses.fields(Settings) if f.metadata["group"] != "machine"]
     data = {
