@@ -189,6 +189,7 @@ class ChatModel:
                 attention_mask=mask.repeat_interleave(n, 0),
                 cache=cache,
                 generation_config=self.generation_config(pad),
+                synced_gpus=False,  # a sharded model sees to that itself
             )[:, width:].tolist()  # (B * n, at most max_new_tokens)
         return [
             [self.action(prompt, tokens) for tokens in sampled[i * n : (i + 1) * n]] for i, prompt in enumerate(prompts)

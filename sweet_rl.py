@@ -35,6 +35,7 @@ import datetime
 import errno
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib.util
 import io
@@ -48,6 +49,7 @@ import shutil
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,7 +92,8 @@ RANK, RANKS = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if dist
 
 
 # ---------------------------------------------------------------------------------------------------------
-# 0. One process, or those that torchrun started: each has a whole copy to sample and score with, and a share to train
+# 0. One process, or those that torchrun started: each has a share of what is trained, and to sample and score with a whole
+#    copy or, with --shard, a share as well
 @contextlib.contextmanager
 def processes():
     """Join the processes; yields what says whether this one is the first to end early.
@@ -117,10 +120,29 @@ def processes():
 
 def gathered(value) -> list:
     """The value of each process, in order, in every one; None to wait for each other."""
+    take_turn()
     values = [value] * RANKS
     if RANKS > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+SHARDED: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # {number: model}, the same in every process
+NUMBERS, NO_MODEL = itertools.count(), sys.maxsize
+
+
+def take_turn(wanted: int = NO_MODEL) -> None:
+    """A pass through a sharded model takes every process: name the model, and take part in others' passes until it is its turn.
+
+    So each may have as many passes as it likes, of tasks, turns and tokens of its own.  One that has none left names no
+    model, and is back when none of the others has any.
+    """
+    while RANKS > 1:
+        turn = torch.tensor(wanted)
+        dist.all_reduce(turn, dist.ReduceOp.MIN)
+        if turn == wanted:
+            return
+        SHARDED[int(turn)].empty_pass()
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -152,6 +174,9 @@ class Settings:
     )
     lora: int = option(
         "models", None, None, "train adapters of this rank over a frozen base (ours; chosen where all weights do not fit)"
+    )
+    shard: bool = option(
+        "models", False, False, "torchrun: no whole copies to sample and score with, shares (ours; chosen where copies do not fit)"
     )
     server_model: str = option("models", None, None, "model name to ask a --simulator URL for (default: its first)")
     agent: str = option("models", None, None, "URL of a server that plays the untouched agent, candidates too")
@@ -285,6 +310,8 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
     for flag, chosen in alone.items():
         if chosen and RANKS > 1:
             raise InputError(f"{flag}: expected in one process only, torchrun started {RANKS}")
+    if s.shard and RANKS == 1:
+        raise InputError("--shard: expected with torchrun only, one process has no others to share with")
     if s.lora and not importlib.util.find_spec("peft"):
         raise InputError("--lora: expected the package peft, which is not installed here (pip install peft)")
     for url in (s.agent, s.simulator):
@@ -366,6 +393,52 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
     if not tokenizer.chat_template:
         raise InputError(f"model {name}: its tokenizer has no chat template; an instruct model is needed")
     return model.to(device).eval(), tokenizer
+
+
+def shard(whole, empty, device, dtype: torch.dtype):
+    """FSDP2: `empty`, on the meta device, gets the weights of `whole`, which the first process has; it is split over all.
+
+    Each process keeps a share of every weight; a layer is whole, in `dtype`, only while it is at work.  What is called is
+    `model.log_probs` or the model itself: log_probs reads the embeddings past the model's own forward.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    known = (dict(whole.named_buffers()), whole.generation_config, takes_trees(whole)) if RANK == 0 else None
+    buffers, empty.generation_config, empty.takes_trees = gathered(known)[0]
+    for name, buffer in buffers.items():
+        module, _, own = name.rpartition(".")
+        setattr(empty.get_submodule(module), own, buffer.to(device))
+    mesh = dist.init_device_mesh(device.type, (RANKS,))
+    sources = [*layers_of(whole), whole] if RANK == 0 else []
+    for part, source in itertools.zip_longest([*layers_of(empty), empty], sources):
+        given, state = source.state_dict() if RANK == 0 else {}, {}
+        for name, slot in part.state_dict().items():
+            if slot.is_meta:
+                state[name] = given[name].to(device) if RANK == 0 else torch.empty_like(slot, device=device)
+                dist.broadcast(state[name], 0)
+        part.load_state_dict(state, strict=False, assign=True)
+        if part is empty:
+            empty.tie_weights()  # those that are one tensor in two places have been handed out for both
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    empty.log_probs = functools.partial(log_probs, empty)
+    register_fsdp_forward_method(empty, "log_probs")
+    in_turn(empty, device)
+    return empty.eval()
+
+
+def in_turn(model, device) -> None:
+    """Every pass through a sharded model waits for its turn."""
+    number, pass_through = next(NUMBERS), model.log_probs
+    SHARDED[number] = model
+    model.empty_pass = torch.no_grad()(lambda: pass_through(pack([[Branch([[0]], [[0]])]], device, plain=True)))
+    model.log_probs = lambda packed: (take_turn(number), pass_through(packed))[1]
+    model.register_forward_pre_hook(lambda *_: take_turn(number), prepend=True)  # before FSDP's own
+
+
+def layers_of(model) -> torch.nn.ModuleList:
+    """The layers of a language model, whatever it calls them."""
+    return next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
 
 
 def recompute_activations(model) -> None:
@@ -1064,22 +1137,6 @@ class Trainer:
             for example, reference in zip(examples[rank::RANKS], references, strict=True):
                 example.reference = reference
 
-    def shard(self, model) -> None:
-        """FSDP2: weights, gradients and optimizer state are split over the processes, each layer is whole only at work.
-
-        They are gathered in float32, for autocast: so the policy begins with the very log-probs of its reference.  What is
-        called is `model.log_probs`: it reads the embeddings past the model's own forward, so it has to be known as the one
-        that gathers them.
-        """
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        model.takes_trees = takes_trees(model)  # while every process can still ask it alone
-        mesh = dist.init_device_mesh(self.device.type, (RANKS,))
-        for part in (*model.get_decoder().layers, model):
-            fully_shard(part, mesh=mesh)
-        model.log_probs = functools.partial(log_probs, model)
-        register_fsdp_forward_method(model, "log_probs")
-
     def train(
         self, model, examples: list[Example], objective: Objective, name: str, lr, epochs, batch_size, checkpoint=None
     ) -> list[dict]:
@@ -1088,9 +1145,7 @@ class Trainer:
         `batch_size` counts losses: examples, or pairs where an example holds pairs.  With a checkpoint it goes on there, in one
         process; of several, each has a share of every batch, and none keeps checkpoints.
         """
-        if RANKS > 1:
-            self.shard(model)
-            checkpoint = None
+        checkpoint = checkpoint if RANKS == 1 else None
         rng = random.Random(f"{self.settings.seed} {name}")
         batches = []
         for _ in range(epochs):
@@ -1324,6 +1379,7 @@ class Run:
             gathered(None)  # nothing appears before every process has looked
             build(self.path(product))
             gathered(None)
+            gc.collect()  # a sharded model refers to itself
         finally:
             if not self.path(product).exists():
                 del self.records[product]
@@ -1434,7 +1490,7 @@ class Sweet:
             if train or product != "base":
                 model = adapted(model, s.lora if train else path)
         else:
-            model, tokenizer = self.load(product, torch.float32 if train else self.dtype)
+            model, tokenizer = self.load(self.folder(product), train)
         if train and not s.is_tiny:
             recompute_activations(model)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
@@ -1459,12 +1515,21 @@ class Sweet:
     @functools.cached_property
     def frozen_base(self) -> tuple:
         """(model, tokenizer) of the base, loaded once for all adapters."""
-        return self.load("base", self.dtype)
+        return self.load(self.folder("base"))
 
-    def load(self, product: str, dtype: torch.dtype) -> tuple:
-        """(model, tokenizer) from a product's own folder; the base of a named model is where its name says."""
-        real = product == "base" and not self.settings.is_tiny
-        return load_model(self.settings.model if real else str(self.run.path(product)), self.device, dtype)
+    def folder(self, product: str) -> str:
+        """Where a product's model is: the base of a named model is where its name says."""
+        s = self.settings
+        return s.model if product == "base" and not s.is_tiny else str(self.run.path(product))
+
+    def load(self, name: str, train: bool = False) -> tuple:
+        """(model, tokenizer): float32 to be trained, frozen in the compute precision; sharded if need be."""
+        dtype = torch.float32 if train else self.dtype
+        if RANKS == 1 or not (train or self.settings.shard):
+            return load_model(name, self.device, dtype)
+        whole, tokenizer = load_model(name, "cpu", dtype) if RANK == 0 else (None, None)
+        tokenizer = gathered(tokenizer)[0]
+        return shard(whole, copy.deepcopy(empty_model(name)).to(dtype), self.device, self.dtype), tokenizer
 
     def hint(self, ground_truth: str) -> str | None:
         """c as the critic reads it: not at all with --no-hint."""
@@ -1509,8 +1574,10 @@ class Sweet:
         pictures = functools.partial(page_pictures, stylesheet=s.stylesheet) if s.task == "frontend" else None
         if self.server:
             return ServerSimulator(self.server, self.human_prompt, pictures)
-        if s.simulator != s.model or pictures:
-            model, tokenizer = load_model(s.simulator, self.device, self.dtype, sees=bool(pictures))
+        if pictures:
+            model, tokenizer = load_model(s.simulator, self.device, self.dtype, sees=True)
+        elif s.simulator != s.model:
+            model, tokenizer = self.load(s.simulator)
         elif agent_product != "base" or model is None:
             model, tokenizer, _ = self.model("base")
         return LLMSimulator(model, tokenizer, self.human_prompt, s.generate_batch, pictures)
@@ -1565,6 +1632,8 @@ class Sweet:
         world = self.miniature
         tokenizer = tiny_tokenizer(s.task)
         model = tiny_model(tokenizer).to(self.device)
+        if RANKS > 1:
+            model = shard(model, copy.deepcopy(model).to("meta"), self.device, self.dtype)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
         tasks = self.benchmark.miniature_tasks("train", world.train_tasks + world.warm_up_tasks, s.seed)[world.train_tasks :]
         rng = random.Random(s.seed)
@@ -1922,7 +1991,10 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     size = parameters(model)
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     adapters = sum((s.lora or 0) * (layer.in_features + layer.out_features) for layer in linear)
-    frozen, more = low * size, 4 * adapters or low * size  # a second model: adapters, or a whole one
+    layers = parameters(layers_of(model))
+    at_work = size - layers + 2 * layers // config.num_hidden_layers  # of a sharded model: the embeddings and two layers
+    frozen = low * (size // RANKS + at_work if s.shard else size)
+    more = 4 * adapters or frozen  # a second model: adapters, or another one
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     wide = 6 * config.hidden_size + 3 * inner  # numbers of a token in a layer at work
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -1935,14 +2007,12 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     need, n = {}, s.candidates
     if {"critic", "actor"} & set(stages) and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
         pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
-        kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora else 4)  # input of each layer
+        kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora or RANKS > 1 else 4)  # each layer's input
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
         state = 12 * adapters if s.lora else 12 * size // RANKS
         weights = frozen + more if s.lora else 4 * size // RANKS
-        if RANKS > 1:  # what is whole at a time, the embeddings and two layers, as weights, gradients, and their sum on its way
-            need["reference"] = [4 * size, 0, forward(pairs, length) + logits // 4, 0]
-            layers = parameters(model.get_decoder().layers)
-            weights += 12 * (size - layers + 2 * layers // config.num_hidden_layers)
+        if RANKS > 1:
+            weights += (2 * low + 4) * at_work  # weights, gradients, and their sum on its way
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
@@ -1952,7 +2022,7 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     if "evaluate" in stages or "collect" in stages and not s.trajectories:
         human = more if s.human_model else 0
         if s.human_model not in (None, s.model):
-            human = low * parameters(empty_model(s.human_model))
+            human = low * parameters(empty_model(s.human_model))  # at the most: with --shard less
         weights = frozen + human
         if human or not s.agent or "evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
             need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
@@ -1973,7 +2043,8 @@ def plan(s: Settings, argv: list[str], device: torch.device, dtype: torch.dtype)
     """
     return_freed_memory()
     sizes = ["", "--micro-batch 2 --generate-batch 16", "--micro-batch 2 --generate-batch 4"]
-    free = [f"{lora} {size}".strip() for lora in ("", "" if s.lora or RANKS > 1 else "--lora 16") for size in sizes]
+    last = "--shard" if RANKS > 1 else "" if s.lora else "--lora 16"
+    free = [f"{flag} {size}".strip() for flag in ("", last) for size in sizes]
     shorter = [f"{free[-1]} --max-length {length}" for length in (4096, 2048, 1024) if length < s.max_length]
     have = 0.9 * min(gathered(memory_here(device)))  # a tenth is left to everything else
     print(f"plan: {s.model}, {parameters(empty_model(s.model)) / 1e9:.2f} B parameters; here: {have / 2**30:.1f} GB to use")
@@ -2180,7 +2251,8 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "turns": colbench.read_jsonl(turns_file, CANDIDATES, check_lists)[:turns] if turns_file.exists() else [],
     }
     template = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")
-    colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
+    if RANK == 0:
+        colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
 
 
 def fill_report(template: str, data: dict) -> str:
@@ -2212,9 +2284,8 @@ def run_program(argv: list[str]) -> None:
     if settings.task == "backend":
         print(f"reward: {colbench.reward_protections()}")
     run_stages(sweet)
-    if RANK == 0:
-        show_results(sweet)
-        print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
+    show_results(sweet)
+    print(f"\n{time.time() - start:.0f} s in all; files in {settings.out}/")
     gathered(None)
 
 

@@ -38,15 +38,15 @@ def play(out: Path, processes: list[str], *flags: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-@pytest.fixture(scope="module")
-def runs(tokenizer, tmp_path_factory):
+@pytest.fixture(scope="module", params=["copies", "shares"])
+def runs(tokenizer, tmp_path_factory, request):
     """(folder, output) of the same command in one process and in two, from the same base."""
     made = []
     for name, processes in (("one", []), ("two", TORCHRUN)):
         out = tmp_path_factory.mktemp(name)
         torch.manual_seed(0)
         sweet_rl.save_model(sweet_rl.tiny_model(tokenizer), tokenizer, out / "base")
-        process = play(out, processes)
+        process = play(out, processes, *["--shard"] * (bool(processes) and request.param == "shares"))
         assert process.returncode == 0, process.stderr
         made.append((out, process.stdout))
     return made
