@@ -115,6 +115,7 @@ def processes():
         with contextlib.redirect_stdout(sys.stdout if RANK == 0 else io.StringIO()):
             yield lambda: store.add("ended early", 1) == 1
     finally:
+        gc.collect()  # sharded models refer to themselves, and to the group
         dist.destroy_process_group()
 
 
