@@ -307,7 +307,7 @@ def check_settings(s: Settings, given: argparse.Namespace) -> Settings:
         raise InputError(f"--tasks: expected a JSONL file; {why}")
     if s.plan and s.is_tiny:
         raise InputError("--plan: expected with --model; the tiny model fits anywhere")
-    alone = {"--lora": s.lora, f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
+    alone = {f"--critic {s.critic}": s.critic != "logprob", "--simulator keyboard": s.simulator == "keyboard"}
     for flag, chosen in alone.items():
         if chosen and RANKS > 1:
             raise InputError(f"{flag}: expected in one process only, torchrun started {RANKS}")
@@ -396,7 +396,62 @@ def load_model(name: str, device, dtype: torch.dtype = torch.float32, sees: bool
     return model.to(device).eval(), tokenizer
 
 
-def shard(whole, empty, device, dtype: torch.dtype):
+def recompute_activations(model) -> None:
+    """In training, compute activations again when their gradient is due, where the model can."""
+    if model.supports_gradient_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+
+
+@functools.cache
+def empty_model(name: str):
+    """The model of a config.json without its weights, on the meta device: for arithmetic."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(read_config(name))
+    except ValueError as error:  # a model of another kind
+        raise no_model(name, error) from None
+
+
+def adapted(base, adapter: int | Path):
+    """`base` with LoRA adapters, new ones of a rank or those of a folder, in float32 and with alpha = rank.
+
+    Its modules are copied, its weights are not: one frozen base in memory is agent, critic and, bare, the reference.
+    On the meta device the adapters have no values either.
+    """
+    import peft
+
+    shared = copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
+    with warnings.catch_warnings():  # peft asks transformers by an old name
+        warnings.simplefilter("ignore", FutureWarning)
+        if isinstance(adapter, Path):
+            if not (adapter / "adapter_model.safetensors").exists():  # peft would take a pickle instead
+                raise InputError(f"{adapter}: expected adapter_model.safetensors, found none")
+            if base.device.type != "meta":
+                return peft.PeftModel.from_pretrained(shared, adapter)
+            return peft.get_peft_model(shared, peft.PeftConfig.from_pretrained(adapter))
+        config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(shared, config)
+
+
+# --- a model over several processes
+def load_sharded(name: str, device, dtype: torch.dtype, compute: torch.dtype, adapter: int | Path | None = None) -> tuple:
+    """`load_model`, sharded; with adapters these are split as well."""
+    whole, tokenizer = load_model(name, "cpu", dtype) if RANK == 0 else (None, None)
+    tokenizer, empty = gathered(tokenizer)[0], copy.deepcopy(empty_model(name)).to(dtype)
+    if adapter:
+        whole, empty = adapted(whole, adapter) if RANK == 0 else None, adapted(empty, adapter)
+    shard(bare(whole), bare(empty), device, compute)
+    return empty.eval(), tokenizer
+
+
+def bare(model):
+    """The language model itself, where adapters are wrapped around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def shard(whole, empty, device, dtype: torch.dtype) -> None:
     """FSDP2: `empty`, on the meta device, gets the weights of `whole`, which the first process has; it is split over all.
 
     Each process keeps a share of every weight; a layer is whole, in `dtype`, only while it is at work.  What is called is
@@ -425,7 +480,6 @@ def shard(whole, empty, device, dtype: torch.dtype):
     empty.log_probs = functools.partial(log_probs, empty)
     register_fsdp_forward_method(empty, "log_probs")
     in_turn(empty, device)
-    return empty.eval()
 
 
 def in_turn(model, device) -> None:
@@ -440,42 +494,6 @@ def in_turn(model, device) -> None:
 def layers_of(model) -> torch.nn.ModuleList:
     """The layers of a language model, whatever it calls them."""
     return next(part for part in model.get_decoder().children() if isinstance(part, torch.nn.ModuleList))
-
-
-def recompute_activations(model) -> None:
-    """In training, compute activations again when their gradient is due, where the model can."""
-    if model.supports_gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-
-
-@functools.cache
-def empty_model(name: str):
-    """The model of a config.json without its weights, on the meta device: for arithmetic."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_config(name))
-    except ValueError as error:  # a model of another kind
-        raise no_model(name, error) from None
-
-
-def adapted(base, adapter: int | Path):
-    """`base` with LoRA adapters, new ones of a rank or those of a folder, in float32 and with alpha = rank.
-
-    Its modules are copied, its weights are not: one frozen base in memory is agent, critic and, bare, the reference.
-    """
-    import peft
-
-    shared = copy.deepcopy(base, {id(tensor): tensor for tensor in itertools.chain(base.parameters(), base.buffers())})
-    with warnings.catch_warnings():  # peft asks transformers by an old name
-        warnings.simplefilter("ignore", FutureWarning)
-        if isinstance(adapter, Path):
-            if not (adapter / "adapter_model.safetensors").exists():  # peft would take a pickle instead
-                raise InputError(f"{adapter}: expected adapter_model.safetensors, found none")
-            return peft.PeftModel.from_pretrained(shared, adapter)
-        config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
-        return peft.get_peft_model(shared, config)
 
 
 # --- the tiny model: Llama's architecture and a real HF tokenizer, built here so that nothing is downloaded
@@ -1448,7 +1466,7 @@ def save_model(model, tokenizer, path: Path) -> None:
     if RANKS > 1:  # gathered from all processes by the first
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)  # with --lora the base
         whole = get_model_state_dict(model, options=options)
         state = {"state_dict": {name: value for name, value in whole.items() if name not in model.all_tied_weights_keys}}
     if RANK > 0:
@@ -1483,20 +1501,18 @@ class Sweet:
         To be trained it is in float32, or with --lora under new adapters, and all but the tiny one compute their
         activations again when their gradient is due; else it is frozen, in the compute precision.
         """
-        s, path = self.settings, self.run.path(product)
-        if s.lora and (product == "base" or (path / "adapter_config.json").exists()):
-            model, tokenizer = self.frozen_base
-            if train:
-                torch.manual_seed(seed_of(s.seed, "lora"))
-            if train or product != "base":
-                model = adapted(model, s.lora if train else path)
-        else:
-            model, tokenizer = self.load(self.folder(product), train)
+        s, path, adapter = self.settings, self.run.path(product), None
+        if s.lora and (path / "adapter_config.json").exists():
+            product, adapter = "base", path
+        if s.lora and train:
+            adapter = s.lora
+            torch.manual_seed(seed_of(s.seed, "lora"))
+        model, tokenizer = self.load(self.folder(product), train, adapter)
         if train and not s.is_tiny:
             recompute_activations(model)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
-        if (self.run.path(product) / HeadCritic.file).exists():
-            model = HeadCritic.load(model, self.run.path(product))
+        if (path / HeadCritic.file).exists():
+            model = HeadCritic.load(model, path)
         return model, tokenizer, encoder
 
     def critic_model(self, train: bool = False):
@@ -1513,24 +1529,24 @@ class Sweet:
             model = HeadCritic.load(model, path, encoder.image_processor)
         return model, tokenizer, encoder
 
-    @functools.cached_property
-    def frozen_base(self) -> tuple:
-        """(model, tokenizer) of the base, loaded once for all adapters."""
-        return self.load(self.folder("base"))
-
     def folder(self, product: str) -> str:
         """Where a product's model is: the base of a named model is where its name says."""
         s = self.settings
         return s.model if product == "base" and not s.is_tiny else str(self.run.path(product))
 
-    def load(self, name: str, train: bool = False) -> tuple:
-        """(model, tokenizer): float32 to be trained, frozen in the compute precision; sharded if need be."""
-        dtype = torch.float32 if train else self.dtype
-        if RANKS == 1 or not (train or self.settings.shard):
-            return load_model(name, self.device, dtype)
-        whole, tokenizer = load_model(name, "cpu", dtype) if RANK == 0 else (None, None)
-        tokenizer = gathered(tokenizer)[0]
-        return shard(whole, copy.deepcopy(empty_model(name)).to(dtype), self.device, self.dtype), tokenizer
+    def load(self, name: str, train: bool = False, adapter: int | Path | None = None) -> tuple:
+        """(model, tokenizer): float32 to be trained, frozen in the compute precision, as under adapters; sharded if need be."""
+        dtype = torch.float32 if train and not adapter else self.dtype
+        if RANKS > 1 and (train or self.settings.shard):
+            return load_sharded(name, self.device, dtype, self.dtype, adapter)
+        one_for_all = self.settings.lora and name == self.folder("base")
+        model, tokenizer = self.frozen_base if one_for_all else load_model(name, self.device, dtype)
+        return adapted(model, adapter) if adapter else model, tokenizer
+
+    @functools.cached_property
+    def frozen_base(self) -> tuple:
+        """(model, tokenizer) of the base, loaded once for all adapters."""
+        return load_model(self.folder("base"), self.device, self.dtype)
 
     def hint(self, ground_truth: str) -> str | None:
         """c as the critic reads it: not at all with --no-hint."""
@@ -1634,7 +1650,8 @@ class Sweet:
         tokenizer = tiny_tokenizer(s.task)
         model = tiny_model(tokenizer).to(self.device)
         if RANKS > 1:
-            model = shard(model, copy.deepcopy(model).to("meta"), self.device, self.dtype)
+            whole, model = model, copy.deepcopy(model).to("meta")
+            shard(whole, model, self.device, self.dtype)
         encoder = Encoder(tokenizer, end_ids(model, tokenizer))
         tasks = self.benchmark.miniature_tasks("train", world.train_tasks + world.warm_up_tasks, s.seed)[world.train_tasks :]
         rng = random.Random(s.seed)
@@ -1995,7 +2012,7 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     layers = parameters(layers_of(model))
     at_work = size - layers + 2 * layers // config.num_hidden_layers  # of a sharded model: the embeddings and two layers
     frozen = low * (size // RANKS + at_work if s.shard else size)
-    more = 4 * adapters or frozen  # a second model: adapters, or another one
+    more = 4 * adapters if adapters and not s.shard else frozen  # a second model: adapters, or another one
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     wide = 6 * config.hidden_size + 3 * inner  # numbers of a token in a layer at work
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -2010,10 +2027,12 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
         kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora or RANKS > 1 else 4)  # each layer's input
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
-        state = 12 * adapters if s.lora else 12 * size // RANKS
-        weights = frozen + more if s.lora else 4 * size // RANKS
-        if RANKS > 1:
-            weights += (2 * low + 4) * at_work  # weights, gradients, and their sum on its way
+        state = 12 * (adapters or size) // RANKS
+        weights = frozen + more if s.lora else 4 * size
+        if RANKS > 1 and s.lora:
+            weights = low * (size // RANKS + at_work) + 4 * adapters // RANKS + (0 if s.shard else frozen)
+        elif RANKS > 1:
+            weights = 4 * size // RANKS + (2 * low + 4) * at_work  # as weights, gradients, and their sum on its way
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
@@ -2044,8 +2063,8 @@ def plan(s: Settings, argv: list[str], device: torch.device, dtype: torch.dtype)
     """
     return_freed_memory()
     sizes = ["", "--micro-batch 2 --generate-batch 16", "--micro-batch 2 --generate-batch 4"]
-    last = "--shard" if RANKS > 1 else "" if s.lora else "--lora 16"
-    free = [f"{flag} {size}".strip() for flag in ("", last) for size in sizes]
+    ways = ["", "--lora 16"][: 1 if s.lora else 2], ["", "--shard"][: 1 if RANKS == 1 else 2]
+    free = [" ".join(filter(None, flags)) for flags in itertools.product(*ways, sizes)]
     shorter = [f"{free[-1]} --max-length {length}" for length in (4096, 2048, 1024) if length < s.max_length]
     have = 0.9 * min(gathered(memory_here(device)))  # a tenth is left to everything else
     print(f"plan: {s.model}, {parameters(empty_model(s.model)) / 1e9:.2f} B parameters; here: {have / 2**30:.1f} GB to use")

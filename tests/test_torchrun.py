@@ -1,5 +1,6 @@
 """Two processes of torchrun make what one makes, and end together."""
 
+import functools
 import json
 import os
 import subprocess
@@ -38,29 +39,41 @@ def play(out: Path, processes: list[str], *flags: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
 
-@pytest.fixture(scope="module", params=["copies", "shares"])
-def runs(tokenizer, tmp_path_factory, request):
-    """(folder, output) of the same command in one process and in two, from the same base."""
-    made = []
-    for name, processes in (("one", []), ("two", TORCHRUN)):
-        out = tmp_path_factory.mktemp(name)
+@pytest.fixture(scope="module")
+def played(tokenizer, tmp_path_factory):
+    """(processes, flags) -> (folder, output) of the command, always from the same base, once."""
+
+    @functools.cache
+    def play_once(processes: int, *flags: str) -> tuple[Path, str]:
+        out = tmp_path_factory.mktemp(f"processes{processes}")
         torch.manual_seed(0)
         sweet_rl.save_model(sweet_rl.tiny_model(tokenizer), tokenizer, out / "base")
-        process = play(out, processes, *["--shard"] * (bool(processes) and request.param == "shares"))
+        process = play(out, TORCHRUN if processes > 1 else [], *flags)
         assert process.returncode == 0, process.stderr
-        made.append((out, process.stdout))
-    return made
+        return out, process.stdout
+
+    return play_once
+
+
+@pytest.fixture(scope="module", params=["", "--shard", "--lora 4 --lora-lr 1e-2", "--lora 4 --lora-lr 1e-2 --shard"])
+def runs(played, request):
+    """(folder, output) of the same command in one process and in two, which hold whole copies or, with --shard, shares."""
+    flags = request.param.split()
+    return played(1, *[flag for flag in flags if flag != "--shard"]), played(2, *flags)
 
 
 @pytest.mark.parametrize("name", ["critic", "actor", "rft", "mt-dpo"])
 def test_weights_are_those_of_one_process(runs, name):
-    one, two = (load_file(out / name / "model.safetensors") for out, _ in runs)
+    file = next((runs[0][0] / name).glob("*.safetensors")).name  # of a model or of adapters
+    one, two = (load_file(out / name / file) for out, _ in runs)
     base = load_file(runs[0][0] / "base" / "model.safetensors")
     assert one.keys() == two.keys()
-    assert max((one[key] - base[key]).abs().max() for key in one) > 1e-4
+    assert max((value - base.get(key, 0)).abs().max() for key, value in one.items() if "lora_A" not in key) > 1e-4
     for key in one:
         torch.testing.assert_close(two[key], one[key], atol=1e-5, rtol=0)
-    configs = [json.loads((out / name / "config.json").read_text()) for out, _ in runs]
+    configs = [json.loads((out / name / file.replace("model.safetensors", "config.json")).read_text()) for out, _ in runs]
+    for config in configs:
+        config.pop("base_model_name_or_path", None), config.pop("target_modules", None)  # a set, in no order
     assert configs[0] == configs[1]
     AutoModelForCausalLM.from_pretrained(runs[1][0] / name)
 
@@ -98,7 +111,7 @@ def test_a_fault_in_one_or_all_ends_both_in_one_line(flag, line, tmp_path):
     assert "Traceback" not in ours, process.stderr
 
 
-@pytest.mark.parametrize("flags", [["--lora", "4"], ["--critic", "value"], ["--simulator", "keyboard"]])
+@pytest.mark.parametrize("flags", [["--critic", "value"], ["--simulator", "keyboard"]])
 def test_what_needs_one_process_is_refused(flags, monkeypatch):
     monkeypatch.setattr(sweet_rl, "RANKS", 2)
     with pytest.raises(colbench.InputError, match=f"{flags[0]}.*: expected in one process only, torchrun started 2"):
