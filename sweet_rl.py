@@ -2011,8 +2011,9 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     adapters = sum((s.lora or 0) * (layer.in_features + layer.out_features) for layer in linear)
     layers = parameters(layers_of(model))
     at_work = size - layers + 2 * layers // config.num_hidden_layers  # of a sharded model: the embeddings and two layers
-    frozen = low * (size // RANKS + at_work if s.shard else size)
-    more = 4 * adapters if adapters and not s.shard else frozen  # a second model: adapters, or another one
+    share = low * size // RANKS
+    frozen = share + 2 * low * at_work if s.shard else low * size  # at work twice: as it arrives, and in its place
+    more = share if s.shard else 4 * adapters or low * size  # a second model: another one, or adapters of the first
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     wide = 6 * config.hidden_size + 3 * inner  # numbers of a token in a layer at work
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -2025,12 +2026,13 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     need, n = {}, s.candidates
     if {"critic", "actor"} & set(stages) and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
         pairs, length = max(1, s.micro_batch // 2), 2 * s.max_length  # a row holds both dialogues of a pair
-        kept = pairs * length * config.num_hidden_layers * config.hidden_size * (low if s.lora or RANKS > 1 else 4)  # each layer's input
+        each = low if s.lora or RANKS > 1 else 4  # bytes: float32 weights pass float32 on
+        kept = pairs * length * config.num_hidden_layers * config.hidden_size * each  # input of each layer
         logits = 4 * 4 * min(LOGITS_AT_ONCE, pairs * length * config.vocab_size)  # float32, 4 copies
         state = 12 * (adapters or size) // RANKS
         weights = frozen + more if s.lora else 4 * size
         if RANKS > 1 and s.lora:
-            weights = low * (size // RANKS + at_work) + 4 * adapters // RANKS + (0 if s.shard else frozen)
+            weights = share + 2 * low * at_work + 4 * adapters // RANKS + (0 if s.shard else frozen)
         elif RANKS > 1:
             weights = 4 * size // RANKS + (2 * low + 4) * at_work  # as weights, gradients, and their sum on its way
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]

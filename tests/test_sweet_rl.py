@@ -1902,6 +1902,37 @@ def test_the_plan_counts_what_is_known(config_only):
     assert set(served()) == {"training", "their scores", "dialogues"} and not served("--methods", "zero-shot")
 
 
+@pytest.mark.parametrize(
+    "processes, gpu, flags, chosen",
+    [
+        (8, 80, [], "--micro-batch 2 --generate-batch 16"),
+        (4, 30, ["--max-length", "1024"], "--lora 16 --micro-batch 2 --generate-batch 16"),
+        (8, 34, ["--max-length", "1024"], "--shard"),
+        (8, 17, ["--max-length", "1024"], "--lora 16 --shard --micro-batch 2 --generate-batch 16"),
+    ],
+    ids=str,
+)
+def test_what_fits_several_processes_is_chosen(config_only, monkeypatch, capsys, processes, gpu, flags, chosen):
+    """Each trains a share; whole copies to sample and score with, else shares of those too; adapters where all weights are too many."""
+    monkeypatch.setattr(sweet_rl, "memory_here", lambda device: gpu * 2**30)
+    monkeypatch.setattr(sweet_rl, "RANKS", processes)
+    monkeypatch.setattr(sweet_rl, "gathered", lambda value: [value])
+    argv = ["--model", str(config_only), *flags]
+    settings = sweet_rl.plan(parse_settings(argv), argv, CPU, torch.bfloat16)
+    assert f"with {chosen}, chosen therefore" in capsys.readouterr().out
+    assert settings.shard == ("--shard" in chosen) and (settings.lora == 16) == ("--lora" in chosen)
+
+
+def test_the_plan_counts_shares(config_only, monkeypatch):
+    """Of 8 processes: an eighth of everything, and what is whole while it is at work, the embeddings and two layers."""
+    monkeypatch.setattr(sweet_rl, "RANKS", 8)
+    size, layer, embeddings = 8_030_261_248, 218_112_000, 2 * 128256 * 4096 + 4096
+    whole = embeddings + 2 * layer
+    need = sweet_rl.memory_needed(settings("--model", config_only, "--shard"), torch.bfloat16)
+    assert need["training"][:2] == [4 * size // 8 + 8 * whole, 12 * size // 8]
+    assert need["candidates"][0] == 2 * (2 * size // 8) + 4 * whole
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Bad input: one clear line, and nothing is made
 BAD_FLAGS = {
@@ -1917,6 +1948,7 @@ BAD_FLAGS = {
     "no end": ["--actor-beta", "inf"],
     "device": ["--device", "nonsense"],
     "rank": ["--lora", "0"],
+    "shares of one": ["--shard"],
     "plan": ["--plan"],
     "a head has no 1/L": ["--critic", "value", "--no-normalize"],
     "prompt": ["--agent-prompt", "nowhere.txt"],

@@ -96,6 +96,14 @@ def test_files_are_those_of_one_process(runs):
     assert printed.count("\n") == also_printed.count("\n") > 20  # one of them prints
 
 
+def test_in_bfloat16_training_begins_at_its_reference(played):
+    """Both are computed by the same shares; what is trained stays float32."""
+    out, _ = played(2, "--shard", "--precision", "bfloat16")
+    rows = [row for row in colbench.read_jsonl(out / "metrics.jsonl", {}) if row["step"] == 1 and row["run"] in ("critic", "mt-dpo")]
+    assert [(row["reward_chosen"], row["reward_rejected"]) for row in rows] == [(0, 0), (0, 0)]
+    assert {value.dtype for value in load_file(out / "critic" / "model.safetensors").values()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     "flag, line",
     [
