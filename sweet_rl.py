@@ -403,13 +403,13 @@ def recompute_activations(model) -> None:
 
 
 @functools.cache
-def empty_model(name: str):
-    """The model of a config.json without its weights, on the meta device: for arithmetic."""
-    from transformers import AutoModelForCausalLM
+def empty_model(name: str, sees: bool = False):
+    """The model of a config.json without its weights, on the meta device: for arithmetic, and to be filled."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(read_config(name))
+            return (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_config(read_config(name))
     except ValueError as error:  # a model of another kind
         raise no_model(name, error) from None
 
@@ -465,6 +465,7 @@ def shard(whole, empty, device, dtype: torch.dtype) -> None:
         module, _, own = name.rpartition(".")
         setattr(empty.get_submodule(module), own, buffer.to(device))
     mesh = dist.init_device_mesh(device.type, (RANKS,))
+    policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
     sources = [*layers_of(whole), whole] if RANK == 0 else []
     for part, source in itertools.zip_longest([*layers_of(empty), empty], sources):
         given, state = source.state_dict() if RANK == 0 else {}, {}
@@ -475,7 +476,6 @@ def shard(whole, empty, device, dtype: torch.dtype) -> None:
         part.load_state_dict(state, strict=False, assign=True)
         if part is empty:
             empty.tie_weights()  # those that are one tensor in two places have been handed out for both
-        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     empty.log_probs = functools.partial(log_probs, empty)
     register_fsdp_forward_method(empty, "log_probs")
@@ -2002,6 +2002,18 @@ def parameters(model) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
+def at_work(model) -> int:
+    """How many numbers of a sharded model are whole at a time: the embeddings and two layers."""
+    layers = parameters(layers_of(model))
+    return parameters(model) - layers + 2 * layers // model.config.get_text_config().num_hidden_layers
+
+
+def frozen_memory(model, low: int, sharded: bool) -> int:
+    """Bytes of a model at `low` bytes a number: all of it, or a share and, as it arrives and in its place, what is at work."""
+    size = low * parameters(model)
+    return size // RANKS + 2 * low * at_work(model) if sharded else size
+
+
 def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     """{stage: bytes of each of PARTS} at the most, with all dialogues as long as --max-length."""
     model, stages = empty_model(s.model), s.stages.split(",")
@@ -2009,11 +2021,8 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
     size = parameters(model)
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     adapters = sum((s.lora or 0) * (layer.in_features + layer.out_features) for layer in linear)
-    layers = parameters(layers_of(model))
-    at_work = size - layers + 2 * layers // config.num_hidden_layers  # of a sharded model: the embeddings and two layers
-    share = low * size // RANKS
-    frozen = share + 2 * low * at_work if s.shard else low * size  # at work twice: as it arrives, and in its place
-    more = share if s.shard else 4 * adapters or low * size  # a second model: another one, or adapters of the first
+    frozen = frozen_memory(model, low, s.shard)
+    more = low * size // RANKS if s.shard else 4 * adapters or frozen  # a second model: another one, or adapters of the first
     inner = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     wide = 6 * config.hidden_size + 3 * inner  # numbers of a token in a layer at work
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -2032,9 +2041,9 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
         state = 12 * (adapters or size) // RANKS
         weights = frozen + more if s.lora else 4 * size
         if RANKS > 1 and s.lora:
-            weights = share + 2 * low * at_work + 4 * adapters // RANKS + (0 if s.shard else frozen)
+            weights = frozen_memory(model, low, True) + 4 * adapters // RANKS + (0 if s.shard else frozen)
         elif RANKS > 1:
-            weights = 4 * size // RANKS + (2 * low + 4) * at_work  # as weights, gradients, and their sum on its way
+            weights = 4 * size // RANKS + (2 * low + 4) * at_work(model)  # as weights, gradients, and their sum on its way
         need["training"] = [weights, state, kept + 2 * forward(pairs, length) + logits, 0]
     if "candidates" in stages and "sweet" in s.methods.split(","):
         rows, length = max(n, s.generate_batch), s.max_length + n * s.max_new_tokens  # all candidates in one row
@@ -2042,9 +2051,9 @@ def memory_needed(s: Settings, dtype: torch.dtype) -> dict[str, list[int]]:
             need["candidates"] = [frozen + more, 0, forward(rows // n, s.max_length), rows * s.max_length * cache]
         need["their scores"] = [frozen + more, 0, forward(max(1, s.micro_batch // n), length), 0]
     if "evaluate" in stages or "collect" in stages and not s.trajectories:
-        human = more if s.human_model else 0
-        if s.human_model not in (None, s.model):
-            human = low * parameters(empty_model(s.human_model))  # at the most: with --shard less
+        human, sees = more if s.human_model else 0, s.task == "frontend"
+        if s.human_model and (sees or s.human_model != s.model):
+            human = frozen_memory(empty_model(s.human_model, sees), low, s.shard and not sees)
         weights = frozen + human
         if human or not s.agent or "evaluate" in stages and {"rft", "mt-dpo", "sweet"} & set(s.methods.split(",")):
             need["dialogues"] = [weights, 0, forward(s.generate_batch, s.max_length), s.generate_batch * s.max_length * cache]
@@ -2065,8 +2074,8 @@ def plan(s: Settings, argv: list[str], device: torch.device, dtype: torch.dtype)
     """
     return_freed_memory()
     sizes = ["", "--micro-batch 2 --generate-batch 16", "--micro-batch 2 --generate-batch 4"]
-    ways = ["", "--lora 16"][: 1 if s.lora else 2], ["", "--shard"][: 1 if RANKS == 1 else 2]
-    free = [" ".join(filter(None, flags)) for flags in itertools.product(*ways, sizes)]
+    loras, shards = [""] if s.lora else ["", "--lora 16"], ["", "--shard"] if RANKS > 1 else [""]
+    free = [" ".join(filter(None, flags)) for flags in itertools.product(loras, shards, sizes)]
     shorter = [f"{free[-1]} --max-length {length}" for length in (4096, 2048, 1024) if length < s.max_length]
     have = 0.9 * min(gathered(memory_here(device)))  # a tenth is left to everything else
     print(f"plan: {s.model}, {parameters(empty_model(s.model)) / 1e9:.2f} B parameters; here: {have / 2**30:.1f} GB to use")
@@ -2273,8 +2282,7 @@ def write_report(sweet: Sweet, methods: dict, dialogues: list[dict], turns: int 
         "turns": colbench.read_jsonl(turns_file, CANDIDATES, check_lists)[:turns] if turns_file.exists() else [],
     }
     template = (Path(__file__).parent / "assets" / "report.html").read_text(encoding="utf-8")
-    if RANK == 0:
-        colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
+    colbench.write_whole(sweet.run.path("report.html"), fill_report(template, data).encode())
 
 
 def fill_report(template: str, data: dict) -> str:
@@ -2312,14 +2320,15 @@ def run_program(argv: list[str]) -> None:
 
 
 def show_results(sweet: Sweet) -> None:
-    """The table, a dialogue, and report.html."""
+    """The table, a dialogue, and report.html; every process takes part, as sharded models score the dialogue."""
     methods, dialogues = {}, []
     if "evaluate" in sweet.settings.stages.split(","):
         methods, dialogues = results(sweet)["methods"], before_and_after(sweet)
         print_table(methods, sweet.benchmark.columns)
         if dialogues and sweet.run.path("critic").exists():
             show_dialogue(dialogues)
-    write_report(sweet, methods, dialogues)
+    if RANK == 0:
+        write_report(sweet, methods, dialogues)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1902,6 +1902,18 @@ def test_the_plan_counts_what_is_known(config_only):
     assert set(served()) == {"training", "their scores", "dialogues"} and not served("--methods", "zero-shot")
 
 
+def test_the_plan_counts_a_human_who_sees(config_only, tmp_path):
+    """A vision-language model beside the agent, from its config.json alone."""
+    from transformers import Qwen2VLConfig
+
+    Qwen2VLConfig().save_pretrained(tmp_path)
+    flags = ["--task", "frontend", "--tasks", "tasks.jsonl", "--model", config_only]
+    alone = sweet_rl.memory_needed(settings(*flags, "--simulator", "http://h/v1"), torch.bfloat16)["dialogues"]
+    with_human = sweet_rl.memory_needed(settings(*flags, "--simulator", tmp_path), torch.bfloat16)["dialogues"]
+    size = sweet_rl.parameters(sweet_rl.empty_model(str(tmp_path), sees=True))
+    assert with_human[0] == alone[0] + 2 * size and size > 7e9
+
+
 @pytest.mark.parametrize(
     "processes, gpu, flags, chosen",
     [
