@@ -428,9 +428,12 @@ def adapted(base, adapter: int | Path):
         if isinstance(adapter, Path):
             if not (adapter / "adapter_model.safetensors").exists():  # peft would take a pickle instead
                 raise InputError(f"{adapter}: expected adapter_model.safetensors, found none")
-            if base.device.type != "meta":
-                return peft.PeftModel.from_pretrained(shared, adapter)
-            return peft.get_peft_model(shared, peft.PeftConfig.from_pretrained(adapter))
+            try:
+                if base.device.type != "meta":
+                    return peft.PeftModel.from_pretrained(shared, adapter)
+                return peft.get_peft_model(shared, peft.PeftConfig.from_pretrained(adapter))
+            except Exception as error:
+                raise no_model(str(adapter), error) from None
         config = peft.LoraConfig(r=adapter, lora_alpha=adapter, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(shared, config)
 

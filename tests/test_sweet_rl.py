@@ -1513,6 +1513,21 @@ def test_a_run_with_adapters(rerun, kind):
     assert code == 2 and "lora was 4, is None" in err
 
 
+@pytest.mark.parametrize("file, content", [("adapter_model.safetensors", b""), ("adapter_config.json", b"{")])
+def test_a_broken_adapter_is_one_line(like_a_real_one, tokenizer, file, content):
+    """Of its own folder as of a sharded model's, which takes its shape alone."""
+    pytest.importorskip("peft")
+    sweet = like_a_real_one("--lora", 4)
+    folder = sweet.run.path("critic")
+    sweet_rl.save_model(sweet.model("base", train=True)[0], tokenizer, folder)
+    (folder / file).write_bytes(content)
+    bases = [sweet.model("base")[0], copy.deepcopy(sweet.model("base")[0]).to("meta")]
+    for base in bases if file == "adapter_config.json" else bases[:1]:
+        with pytest.raises(colbench.InputError, match=f"model {folder}: cannot be loaded") as refused:
+            sweet_rl.adapted(base, folder)
+        assert "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("precision, near", [("float32", 1e-4), ("bfloat16", 0.1)])
 def test_adapters_share_one_frozen_base(like_a_real_one, tokenizer, encoder, precision, near):
     """Bit-unchanged by training, the reference with adapters off; the critic scores like its merged copy."""
